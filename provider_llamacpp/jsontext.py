@@ -1,0 +1,57 @@
+"""JSON text as the bus takes it: compact, strict, always valid UTF-8.
+
+Python's ``json`` reads and writes ``NaN`` and keeps half surrogate pairs, which then fail to
+encode; the peers (serde_json among them) refuse both. All text that crosses a wire goes through
+here (engine protocol 1.4).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def whole(text: str) -> str:
+    """Join surrogate halves that stand side by side; a lone half becomes U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def dumps(value: object) -> str:
+    """``value`` as compact JSON text that always encodes to UTF-8.
+
+    :raises ValueError: for NaN, infinities, values JSON has no form for, and nesting too deep
+    """
+    try:
+        return whole(_ENCODER.encode(value))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"cannot be written as JSON: {error}") from error
+
+
+def dumpb(value: object) -> bytes:
+    """:func:`dumps`, encoded."""
+    return dumps(value).encode()
+
+
+def loads(text: str | bytes) -> Any:
+    """Read one JSON value; ``bytes`` are UTF-8 with bad bytes read as U+FFFD.
+
+    :raises ValueError: for anything that is not JSON, for ``NaN`` and for nesting too deep
+    """
+    if not isinstance(text, str):
+        text = text.decode("utf-8", "replace")
+    try:
+        return _DECODER.decode(text)
+    except RecursionError as error:
+        raise ValueError("JSON nested too deep") from error

@@ -1,0 +1,162 @@
+"""Every setting of the worker, with its default and why, in one immutable object.
+
+A :class:`Settings` is made once and passed down. Only :func:`from_environment` reads the
+environment, and only the command line calls it: an application that embeds the worker decides for
+itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_type_hints
+from urllib.parse import urlsplit
+
+from .errors import SettingsError
+
+DEFAULT_URL = "ws://127.0.0.1:49134"
+"""Numeric on purpose: ``localhost`` may resolve to ``::1`` first (engine protocol 1.1)."""
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+ENV_PREFIX = "PROVIDER_LLAMACPP_"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What one worker needs to know. All times are seconds.
+
+    :raises SettingsError: naming the field whose value cannot be used
+    """
+
+    url: str = DEFAULT_URL
+    """WebSocket address of the iii engine."""
+    token: str | None = field(default=None, repr=False)
+    """Bearer for the engine's sockets (``III_TOKEN``, engine protocol 1.2)."""
+    namespace: str | None = None
+    """Namespace of our registrations; None is the engine's ``default``."""
+    worker_name: str | None = None
+    """Name on the bus; None makes it ``provider-<id>``."""
+    id: str = "llamacpp"
+    """Provider id: functions are ``provider::<id>::…``, the key variable is ``<ID>_API_KEY``."""
+    api_url: str | None = None
+    """llama-server's address where the router resolves none; None probes 8080, then 9931."""
+    api_key: str | None = field(default=None, repr=False)
+    """Key for llama-server where the router resolves none; None reads ``<ID>_API_KEY``."""
+    ca_file: str | None = None
+    """CA certificates (PEM) for ``https`` and ``wss``; None uses the ones that come along."""
+    client_cert: str | None = None
+    """Client certificate and key in one PEM file."""
+    max_streams: int = 64
+    """Streams at once; the router runs 64 (provider protocol 11). More get ``rate_limited``."""
+    max_requests: int = 16
+    """Embeddings, counts and other short calls at once, apart from the streams."""
+    ping_interval: float = 25.0
+    """Silence before a ``ping`` frame: below the 30 s the contract allows (6.5)."""
+    fat_deltas: bool = False
+    """Put the whole message into each delta: only routers of before 1.4 need it (6)."""
+    drain: float = 10.0
+    """How long a stop waits for running streams."""
+    connect_timeout: float = 10.0
+    """For TCP and WebSocket connects (engine protocol 1.4, provider protocol 6.5)."""
+    send_timeout: float = 60.0
+    """A caller that reads nothing for so long has left (engine protocol 7.5)."""
+    catalog_interval: float = 45.0
+    """How often the catalog is compared with the server: never stale for a minute."""
+    log_level: LogLevel = "info"
+    log_json: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def name(self) -> str:
+        """Our name on the bus."""
+        return self.worker_name or f"provider-{self.id}"
+
+    @property
+    def key_variable(self) -> str:
+        """The environment variable that holds llama-server's key."""
+        return self.id.upper().replace("-", "_") + "_API_KEY"
+
+
+def _check(settings: Settings) -> None:
+    if not re.fullmatch(r"[a-z0-9_-]{1,64}", settings.id):
+        raise SettingsError(f"id {settings.id!r}: 1 to 64 of a-z, 0-9, _ and - (--id)")
+    parts = _split("url", settings.url)
+    if parts.scheme not in ("ws", "wss") or not parts.hostname:
+        raise SettingsError(
+            f"url {_shown(settings.url)!r}: must be ws://host:port or wss://host:port (--url)"
+        )
+    if settings.namespace is not None and not settings.namespace.strip():
+        raise SettingsError("namespace is blank: name one or leave it unset (III_NAMESPACE)")
+    if settings.max_streams < 1 or settings.max_requests < 1:
+        raise SettingsError("max_streams and max_requests must be at least 1 (--max-streams)")
+    for name in ("ping_interval", "connect_timeout", "send_timeout", "catalog_interval"):
+        if not getattr(settings, name) > 0:
+            raise SettingsError(f"{name} must be more than 0 seconds")
+    if not settings.drain >= 0:
+        raise SettingsError("drain must not be negative (--drain)")
+    if settings.log_level not in ("debug", "info", "warning", "error"):
+        raise SettingsError(f"log_level {settings.log_level!r}: debug, info, warning or error")
+
+
+def _split(name: str, url: str) -> Any:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise SettingsError(f"{name}: {error}") from error
+    return parts
+
+
+def _shown(url: str) -> str:
+    """``url`` without what may be secret in it: user, password and query."""
+    return re.sub(r"//[^/@]*@", "//", url.split("?", 1)[0])
+
+
+def _parse(name: str, kind: Any, text: str) -> Any:
+    if kind is bool:
+        lowered = text.strip().lower()
+        if lowered in ("1", "true", "yes", "on"):
+            return True
+        if lowered in ("0", "false", "no", "off"):
+            return False
+        raise SettingsError(f"{ENV_PREFIX}{name.upper()}={text!r}: must be true or false")
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            raise SettingsError(f"{ENV_PREFIX}{name.upper()}={text!r}: not a number") from None
+    return text
+
+
+def from_environment(environ: Mapping[str, str], **overrides: Any) -> Settings:
+    """Defaults, then the environment, then ``overrides`` (None means not given).
+
+    ``III_URL`` comes before ``III_WS_URL`` (engine protocol 1.3); a blank variable counts as unset.
+
+    :raises SettingsError: naming the variable or field
+    """
+    given: dict[str, Any] = {}
+    foreign = {
+        "III_WS_URL": "url",
+        "III_URL": "url",
+        "III_TOKEN": "token",
+        "III_NAMESPACE": "namespace",
+        "III_WORKER_NAME": "worker_name",
+    }
+    for variable, name in foreign.items():
+        if environ.get(variable, "").strip():
+            given[name] = environ[variable].strip()
+    kinds = get_type_hints(Settings)
+    for each in fields(Settings):
+        text = environ.get(ENV_PREFIX + each.name.upper(), "")
+        if text.strip():
+            given[each.name] = _parse(each.name, kinds[each.name], text.strip())
+    given.update({name: value for name, value in overrides.items() if value is not None})
+    settings = Settings(**given)
+    if settings.api_key is None:
+        key = environ.get(settings.key_variable, "").strip()
+        settings = replace(settings, api_key=key or None)
+    return settings
