@@ -131,7 +131,8 @@ class CallRegistry:
         """Abort every attempt that runs under ``key``; False if none was there to abort."""
         with self._lock:
             found = [call for call in self._calls.values() if call.key == key]
-        return any([call.abort(reason) for call in found])
+        # Counted, not any(): any() would stop at the first and leave the other attempts running.
+        return sum(call.abort(reason) for call in found) > 0
 
     def abort_all(self, reason: AbortReason) -> None:
         """Abort every call."""
