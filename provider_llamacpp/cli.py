@@ -1,0 +1,216 @@
+"""The command line: flags, logging, signals, exit codes.
+
+``--help`` and ``--version`` import nothing of the worker: a small board answers them at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ._version import VERSION
+from .errors import FatalError, ProviderLlamacppError, SettingsError
+from .settings import DEFAULT_URL, Settings, from_environment
+
+if TYPE_CHECKING:
+    from .worker import ProviderWorker
+
+PROGRAM = "provider-llamacpp"
+DESCRIPTION = (
+    "Joins llama-server to the iii engine: serves provider::llamacpp::stream, abort, embed, "
+    "count_tokens, refresh_models and on_router_ready on the bus. Without a command it runs the "
+    "worker."
+)
+RUN_EXAMPLE = """\
+examples:
+  provider-llamacpp
+  provider-llamacpp --url ws://10.0.0.2:49134 --api-url http://127.0.0.1:8080
+  PROVIDER_LLAMACPP_MAX_STREAMS=8 provider-llamacpp --log-json
+"""
+CHAT_EXAMPLE = """\
+examples:
+  provider-llamacpp chat "What is a slot?"
+  provider-llamacpp chat --local
+  provider-llamacpp chat --local --model ./qwen3-0.6b-q4.gguf "Hello"
+"""
+TARGETS = (
+    "x86_64-apple-darwin",
+    "aarch64-apple-darwin",
+    "i686-pc-windows-msvc",
+    "x86_64-pc-windows-msvc",
+    "aarch64-pc-windows-msvc",
+    "x86_64-unknown-linux-gnu",
+    "aarch64-unknown-linux-gnu",
+    "x86_64-unknown-linux-musl",
+    "armv7-unknown-linux-gnueabihf",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    top = argparse.ArgumentParser(
+        prog=PROGRAM, description=DESCRIPTION, epilog=RUN_EXAMPLE, formatter_class=formatter
+    )
+    top.add_argument("--version", action="version", version=f"{PROGRAM} {VERSION}")
+    top.add_argument(
+        "--manifest", action="store_true", help="print the registry manifest as JSON and exit"
+    )
+    _add_settings(top)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    chat = commands.add_parser(
+        "chat",
+        help="stream one answer to the terminal",
+        description="Stream one answer through the router to the terminal. Ctrl-C aborts it.",
+        epilog=CHAT_EXAMPLE,
+        formatter_class=formatter,
+    )
+    chat.add_argument("prompt", nargs="?", metavar="PROMPT", help="the question (default: greet)")
+    chat.add_argument(
+        "--local",
+        action="store_true",
+        help="start a loopback engine, a router and a llama-server for this one answer",
+    )
+    chat.add_argument("--model", metavar="ID_OR_PATH", help="model id; with --local a GGUF file")
+    chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    chat.add_argument(
+        "--thinking", metavar="LEVEL", help="off, minimal, low, medium, high or xhigh"
+    )
+    _add_settings(chat, again=True)
+    return top
+
+
+def _add_settings(to: argparse.ArgumentParser, *, again: bool = False) -> None:
+    """The settings' flags; ``again`` repeats them behind a command without hiding the first."""
+
+    def add(name: str, help: str, **more: Any) -> None:
+        more.setdefault("default", argparse.SUPPRESS if again else None)
+        to.add_argument(name, help=argparse.SUPPRESS if again else help, **more)
+
+    add("--url", f"the engine's address (env III_URL, III_WS_URL; default {DEFAULT_URL})")
+    add("--config", "accepted and ignored: the router holds the configuration", metavar="PATH")
+    add("--id", "provider id (default llamacpp); a second worker takes another one")
+    add("--api-url", "llama-server's address where the router resolves none", metavar="URL")
+    add("--ca-file", "CA certificates (PEM) for https and wss", metavar="PEM")
+    add("--client-cert", "client certificate and key in one file", metavar="PEM")
+    add("--max-streams", "streams at once (default 64)", type=int, metavar="N")
+    add(
+        "--ping-interval", "silence before a ping frame (default 25)", type=float, metavar="SECONDS"
+    )
+    add("--fat-deltas", "whole message in each delta, for old routers", action="store_true")
+    add("--drain", "how long a stop waits for streams (default 10)", type=float, metavar="SECONDS")
+    add("--log-level", "default info", choices=("debug", "info", "warning", "error"))
+    add("--log-json", "one JSON object per log line", action="store_true")
+
+
+SETTING_FLAGS = (
+    "url",
+    "id",
+    "api_url",
+    "ca_file",
+    "client_cert",
+    "max_streams",
+    "ping_interval",
+    "fat_deltas",
+    "drain",
+    "log_level",
+    "log_json",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    options = parser().parse_args(arguments)
+    if options.manifest:
+        print(manifest())
+        return 0
+    try:
+        flags = {name: getattr(options, name, None) for name in SETTING_FLAGS}
+        settings = from_environment(os.environ, **flags)
+    except SettingsError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    if options.config:
+        print(
+            f"{PROGRAM}: --config {options.config} is ignored: configuration comes from the "
+            "router, flags and environment",
+            file=sys.stderr,
+        )
+    try:
+        if options.command:
+            command = importlib.import_module(f".commands.{options.command}", __package__)
+            code: int = command.run(settings, options)
+            return code
+        return run_worker(settings)
+    except ProviderLlamacppError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def manifest() -> str:
+    """The registry's manifest (provider protocol 12)."""
+    import json
+
+    return json.dumps(
+        {
+            "name": PROGRAM,
+            "version": VERSION,
+            "description": DESCRIPTION,
+            "default_config": {},
+            "supported_targets": TARGETS,
+        },
+        indent=2,
+    )
+
+
+def run_worker(settings: Settings) -> int:
+    """Run the worker until a signal or a fatal error ends it."""
+    import signal
+    import threading
+    from queue import SimpleQueue
+
+    from .logs import set_up
+    from .worker import ProviderWorker
+
+    set_up(settings.log_level, settings.log_json)
+    # A small board has 64 streams at most a thread each: 8 MiB of address space apiece is more
+    # than a 32-bit system has. 512 KiB holds the deepest call by far.
+    threading.stack_size(512 * 1024)
+    worker = ProviderWorker(settings)
+    # Handlers only note the signal: put() of this queue is made for it, locks are not.
+    signals: SimpleQueue[int] = SimpleQueue()
+    for name in ("SIGINT", "SIGTERM"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda number, frame: signals.put(number))
+    worker.start()
+    return _wait(worker, signals)
+
+
+def _wait(worker: ProviderWorker, signals: Any) -> int:
+    """First signal: drain. Second: cut. Exit code 0 for both, 1 if the worker cannot go on."""
+    import threading
+    from queue import Empty
+
+    stopping: threading.Thread | None = None
+    while True:
+        try:
+            signals.get(timeout=0.5)
+        except Empty:
+            try:
+                if worker.wait(0.01):
+                    return 0
+            except FatalError as error:
+                print(f"{PROGRAM}: {error}", file=sys.stderr)
+                return 1
+            continue
+        if stopping is None:
+            stopping = threading.Thread(target=worker.stop, name="stop")
+            stopping.start()
+        else:
+            worker.stop(drain=0)

@@ -1,0 +1,180 @@
+"""``chat``: one answer, streamed through the router to the terminal.
+
+What a model writes may steer a terminal, so escape and control characters are shown, not obeyed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+import uuid
+from contextlib import ExitStack
+from typing import Any, TextIO
+
+from ..errors import BusError
+from ..logs import escape_control
+from ..settings import Settings
+from .caller import Caller
+
+GREETING = "Hello! Who are you?"
+DIM, BOLD, RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+
+
+def printable(text: str) -> str:
+    """``text`` with line ends and tabs kept and every other control character escaped."""
+    parts = text.replace("\r\n", "\n").split("\n")
+    return "\n".join("\t".join(map(escape_control, part.split("\t"))) for part in parts)
+
+
+class Display:
+    """Writes frames as they come: thoughts dimmed, calls shown, figures at the end."""
+
+    def __init__(self, out: TextIO, *, colour: bool) -> None:
+        self._out = out
+        self._colour = colour
+        self._open = False
+        self._first: float | None = None
+        self._usage: dict[str, Any] = {}
+        self.failure: str | None = None
+
+    def show(self, frame: dict[str, Any]) -> None:
+        """One frame (provider protocol 6)."""
+        kind = frame.get("type", "")
+        if kind.endswith("_delta") and self._first is None:
+            self._first = time.monotonic()
+        if kind == "thinking_start":
+            self._write(self._style(DIM) + "(thinking) ")
+        elif kind in ("text_delta", "thinking_delta"):
+            self._write(printable(str(frame.get("delta", ""))))
+        elif kind == "thinking_end":
+            self._line(self._style(RESET))
+        elif kind == "text_end":
+            self._line("")
+        elif kind == "usage":
+            self._usage = frame.get("usage") or {}
+        elif kind == "done":
+            self._end(frame.get("message") or {})
+        elif kind == "error":
+            self._fail(frame.get("error") or {})
+
+    def _end(self, message: dict[str, Any]) -> None:
+        for block in message.get("content", ()):
+            if block.get("type") == "function_call":
+                call = f"{block.get('function_id')}({block.get('arguments')})"
+                self._line(f"{self._style(BOLD)}call{self._style(RESET)} {printable(call)}")
+        for warning in message.get("warnings") or ():
+            self._line(f"warning: {printable(warning)}")
+        self._line(f"{self._style(DIM)}{self._figures(message)}{self._style(RESET)}")
+
+    def _fail(self, message: dict[str, Any]) -> None:
+        if self._open:
+            self._line(self._style(RESET))
+        kind = message.get("error_kind") or "error"
+        self.failure = f"{kind}: {printable(str(message.get('error_message') or 'no reason'))}"
+
+    def _figures(self, message: dict[str, Any]) -> str:
+        usage = message.get("usage") or self._usage
+        parts = [str(message.get("model", "")), f"stop: {message.get('stop_reason')}"]
+        if usage.get("input") is not None:
+            parts.append(f"{usage['input']} tokens in")
+        if usage.get("output") is not None:
+            parts.append(f"{usage['output']} out")
+            seconds = time.monotonic() - self._first if self._first is not None else 0.0
+            if seconds > 0 and usage["output"] > 1:
+                parts.append(f"{(usage['output'] - 1) / seconds:.1f} tokens/s")
+        return "[" + ", ".join(printable(part) for part in parts if part) + "]"
+
+    def _style(self, code: str) -> str:
+        return code if self._colour else ""
+
+    def _line(self, text: str) -> None:
+        self._write(text + "\n")
+        self._open = False
+
+    def _write(self, text: str) -> None:
+        self._open = True
+        self._out.write(text)
+        self._out.flush()
+
+
+def pick_model(caller: Caller, wanted: str | None, provider: str) -> str:
+    """``wanted``, or the first model of ``provider`` in the router's catalog.
+
+    :raises BusError: if the router lists none
+    """
+    if wanted:
+        return wanted
+    answer = caller.call("router::models::list", {"provider": provider})
+    rows = answer.get("models", answer) if isinstance(answer, dict) else answer
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, dict) and row.get("provider") == provider and row.get("id"):
+            return str(row["id"])
+    raise BusError(
+        "router/no_provider_for_model",
+        f"the router lists no model of {provider!r}: is llama-server up, and the worker "
+        "registered? Name a model with --model",
+    )
+
+
+def run(settings: Settings, options: argparse.Namespace) -> int:
+    """The command."""
+    with ExitStack() as stack:
+        model = options.model
+        if options.local:
+            from ..local.stack import LocalStack
+
+            local = stack.enter_context(LocalStack(settings, model=model))
+            settings, model = local.settings, None
+        caller = stack.enter_context(Caller(settings))
+        model = pick_model(caller, model, settings.id)
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        display = Display(sys.stdout, colour=colour)
+        converse(caller, display, settings.id, model, options)
+        if display.failure is not None:
+            print(f"provider-llamacpp: {display.failure}", file=sys.stderr)
+            return 1
+        return 0
+
+
+def converse(
+    caller: Caller, display: Display, provider: str, model: str, options: argparse.Namespace
+) -> None:
+    """Ask once and show the answer; Ctrl-C aborts the turn."""
+    writer, frames = caller.open_channel()
+    request_id = str(uuid.uuid4())
+    text = {"type": "text", "text": options.prompt or GREETING}
+    request: dict[str, Any] = {
+        "request_id": request_id,
+        "provider": provider,
+        "model": model,
+        "messages": [{"role": "user", "content": [text], "timestamp": int(time.time() * 1000)}],
+        "writer_ref": writer,
+    }
+    if options.system:
+        request["system_prompt"] = options.system
+    if options.thinking:
+        request["thinking_level"] = options.thinking
+    outcome: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            caller.call("router::chat", request, timeout=3600.0)
+        except BusError as error:
+            outcome.append(error)
+
+    asking = threading.Thread(target=ask, name="chat", daemon=True)
+    asking.start()
+    try:
+        for frame in frames:
+            display.show(frame)
+            if frame.get("type") in ("done", "error"):
+                return
+    except KeyboardInterrupt:
+        caller.call("router::abort", {"request_id": request_id})
+        display.failure = "aborted"
+        return
+    asking.join(5.0)
+    display.failure = str(outcome[0]) if outcome else "the answer ended without a last frame"

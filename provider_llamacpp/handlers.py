@@ -1,0 +1,248 @@
+"""The functions one provider serves on the bus, from the invocation to its result.
+
+Every handler starts on the bus reader's thread and must not block there: it admits the call and
+hands it to the pool. ``abort`` runs whole on the reader's thread, because the pool may be full of
+the very streams it is to abort.
+
+Admission limits add up to the pool's threads, so an admitted call never waits in the pool's queue,
+where no abort would find it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from . import payloads
+from .bus import Function, Invocation
+from .calls import Call, CallRegistry
+from .convert import anthropic_count_body, count_body
+from .errors import BusError, Interrupted, InvalidRequest, ProviderError
+from .provider import Provider
+from .schemas import function_schemas
+from .streaming import OpenChannel, Runs, StreamRun, refuse
+
+log = logging.getLogger(__name__)
+call_log = logging.getLogger("provider_llamacpp.calls")
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What the handlers of all providers of one worker share."""
+
+    registry: CallRegistry
+    runs: Runs
+    pool: Executor
+    """Runs admitted calls."""
+    refusals: Executor
+    """Tells callers that were not admitted; apart, so that they wait for no stream."""
+    open_channel: OpenChannel
+    fat_deltas: bool
+
+
+class Handlers:
+    """The bus functions of ``provider``."""
+
+    def __init__(self, provider: Provider, means: Means) -> None:
+        self._provider = provider
+        self._means = means
+
+    def functions(self) -> list[Function]:
+        """What to register, with schemas (provider protocol 1)."""
+        handlers: dict[str, Callable[[Invocation], None]] = {
+            "stream": self.stream,
+            "abort": self.abort,
+            "embed": self.embed,
+            "count_tokens": self.count_tokens,
+            "refresh_models": self.refresh_models,
+            "on_router_ready": self.on_router_ready,
+        }
+        schemas = function_schemas(self._provider.id)
+        return [
+            Function(id=f"provider::{self._provider.id}::{name}", handler=handler, **schemas[name])
+            for name, handler in handlers.items()
+        ]
+
+    # -- on the reader's thread -----------------------------------------------------------
+
+    def stream(self, invocation: Invocation) -> None:
+        """Admit a stream and hand it to the pool (provider protocol 5)."""
+        key = _text(invocation.data, "resolution_key")
+        model = _text(invocation.data, "model")
+        try:
+            call = self._means.registry.open("stream", key=key, model=model)
+        except ProviderError as error:
+            self._means.refusals.submit(self._refuse, invocation, error)
+            return
+        self._means.pool.submit(self._run_stream, invocation, call)
+
+    def abort(self, invocation: Invocation) -> None:
+        """Abort every attempt that runs under the request id (provider protocol 7)."""
+        try:
+            key = payloads.decode_abort(invocation.data)
+        except InvalidRequest as error:
+            invocation.fail(error.code, error.message)
+            return
+        invocation.reply({"aborted": self._means.registry.abort(key)})
+
+    def on_router_ready(self, invocation: Invocation) -> None:
+        """Declare again in the background; the router waits for the answer only."""
+        self._provider.router_ready()
+        invocation.reply({"ok": True})
+
+    def embed(self, invocation: Invocation) -> None:
+        """Vectors for texts (provider protocol 9)."""
+        self._submit(invocation, "embed", self._embed)
+
+    def count_tokens(self, invocation: Invocation) -> None:
+        """The server's own count of a prompt (provider protocol 9)."""
+        self._submit(invocation, "count_tokens", self._count_tokens)
+
+    def refresh_models(self, invocation: Invocation) -> None:
+        """Ask the server for its models and tell the router (provider protocol 4.1)."""
+        self._submit(invocation, "refresh_models", self._refresh_models)
+
+    def _submit(
+        self, invocation: Invocation, name: str, work: Callable[[Any, Call], object]
+    ) -> None:
+        try:
+            call = self._means.registry.open("request", model=_text(invocation.data, "model"))
+        except ProviderError as error:
+            invocation.fail("invocation_failed", f"provider/{error.kind}: {error.message}")
+            return
+        self._means.pool.submit(self._run_short, invocation, call, name, work)
+
+    # -- on a pool thread -----------------------------------------------------------------
+
+    def _run_stream(self, invocation: Invocation, call: Call) -> None:
+        means = self._means
+        failure: BusError | None = None
+        try:
+            request = payloads.decode_stream(invocation.data)
+            run = StreamRun(
+                self._provider,
+                request,
+                call,
+                means.open_channel,
+                fat=means.fat_deltas,
+                runs=means.runs,
+                traceparent=invocation.traceparent,
+            )
+            means.runs.add(run)
+            try:
+                run.run()
+            finally:
+                means.runs.remove(run)
+            failure = run.invalid
+            _log_stream(run, invocation.traceparent)
+        except InvalidRequest as error:
+            failure = error
+        except Exception as error:
+            # A safety net: whatever went wrong, the router gets its slot back.
+            log.exception("stream %d failed in an unforeseen way", call.number)
+            failure = BusError("invocation_failed", f"internal fault: {type(error).__name__}")
+        finally:
+            means.registry.close(call)
+            if failure is not None:
+                invocation.fail(failure.code, failure.message)
+            else:
+                invocation.reply({"ok": True})
+
+    def _refuse(self, invocation: Invocation, error: ProviderError) -> None:
+        try:
+            request = payloads.decode_stream(invocation.data)
+            call = Call(0, "stream", key=None, model=request.model)
+            refuse(self._means.open_channel, request, call, error, self._provider.id)
+            call_log.info("stream refused: %s", error.message)
+            invocation.reply({"ok": True})
+        except InvalidRequest as invalid:
+            invocation.fail(invalid.code, invalid.message)
+        except Exception as fault:
+            log.exception("a refusal failed in an unforeseen way")
+            invocation.fail("invocation_failed", f"internal fault: {type(fault).__name__}")
+
+    def _run_short(
+        self, invocation: Invocation, call: Call, name: str, work: Callable[[Any, Call], object]
+    ) -> None:
+        failure: BusError | None = None
+        result: object = None
+        try:
+            result = work(invocation.data, call)
+        except BusError as error:
+            failure = error
+        except ProviderError as error:
+            failure = BusError("invocation_failed", f"{_prefix(error)}: {error.message}")
+        except Interrupted:
+            failure = BusError("invocation_failed", "provider/upstream: the worker was stopped")
+        except Exception as error:
+            log.exception("%s failed in an unforeseen way", name)
+            failure = BusError("invocation_failed", f"internal fault: {type(error).__name__}")
+        finally:
+            self._means.registry.close(call)
+        seconds = time.monotonic() - call.started
+        if failure is None:
+            invocation.reply(result)
+            call_log.info("%s model=%s seconds=%.3f", name, call.model, seconds)
+        else:
+            invocation.fail(failure.code, failure.message)
+            call_log.info("%s model=%s seconds=%.3f failed: %s", name, call.model, seconds, failure)
+
+    def _embed(self, data: object, call: Call) -> object:
+        from . import queries
+
+        request = payloads.decode_embed(data)
+        target, _ = self._provider.target(call)
+        return queries.embed(self._provider.upstream, target, request.model, request.input, call)
+
+    def _count_tokens(self, data: object, call: Call) -> object:
+        request = payloads.decode_count(data)
+        target, _ = self._provider.target(call)
+        body = count_body(request, abilities=self._provider.abilities(request.model))
+        tokens = self._provider.counter.count(target, body, anthropic_count_body(body), call)
+        return {"model": request.model, "tokens": tokens, "estimator": "metered"}
+
+    def _refresh_models(self, data: object, call: Call) -> object:
+        try:
+            count = self._provider.refresh(call=call)
+        except ProviderError as error:
+            raise BusError("provider/upstream_unavailable", error.message) from error
+        return {"ok": True, "count": count}
+
+
+def _text(data: object, name: str) -> str | None:
+    """A field looked at before the payload is decoded."""
+    value = data.get(name) if isinstance(data, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def _prefix(error: ProviderError) -> str:
+    """The prefix of a failure's message (provider protocol 9)."""
+    if error.status is not None:
+        return "provider/upstream_status"
+    return "provider/config" if error.kind == "permanent" else "provider/upstream"
+
+
+def _log_stream(run: StreamRun, traceparent: str | None) -> None:
+    """One line per call: enough to see what was slow and why it ended."""
+    if not call_log.isEnabledFor(logging.INFO):
+        return
+    facts = run.summary()
+    error = f" error={run.error.message!r}" if run.error is not None else ""
+    trace = f" traceparent={traceparent}" if traceparent else ""
+    call_log.info(
+        "stream %d request=%s model=%s phase=%s seconds=%.3f frames=%d usage=%s outcome=%s%s%s",
+        facts["stream"],
+        facts["request"],
+        facts["model"],
+        facts["phase"],
+        facts["seconds"],
+        facts["frames"],
+        facts["usage"],
+        run.outcome,
+        error,
+        trace,
+    )

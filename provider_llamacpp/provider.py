@@ -1,0 +1,230 @@
+"""One provider: where its server is, what it serves, and the thread that keeps both true.
+
+:class:`Provider` answers the calls' questions (which address, which abilities); its keeper thread
+declares the provider to the router and keeps the catalog fresh. All declarations and timed
+refreshes run on that one thread, so they never overlap.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .calls import Call
+from .convert import Abilities
+from .errors import BusError, ProviderError
+from .router import DEFAULT_MAX_TOKENS, RouterClient
+from .settings import Settings
+from .upstream import Target, Upstream, normalise_api_url
+
+if TYPE_CHECKING:
+    from .catalog import Catalog
+    from .discovery import Discovery
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
+"""Seconds between tries to declare (provider protocol 2.3) or to find the server."""
+UNKNOWN_MODEL_PAUSE = 30.0
+"""A model that stays unknown triggers a refresh once in so many seconds, not at each answer."""
+
+log = logging.getLogger(__name__)
+
+
+class Provider:
+    """The provider ``settings.id``.
+
+    :param connected: whether the bus is up; the keeper waits for it
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        router: RouterClient,
+        upstream: Upstream,
+        discovery: Discovery,
+        connected: Callable[[], bool],
+    ) -> None:
+        self.id = settings.id
+        self.upstream = upstream
+        self.discovery = discovery
+        self.router = router
+        self._settings = settings
+        self._connected = connected
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._declare = True
+        self._refresh_at = 0.0
+        self._reconcile = True
+        self._unknown_until = 0.0
+        self._refreshing = threading.Lock()
+        self._catalog: Catalog | None = None
+        self._declared: list[str] = []
+        self._reconciled: list[dict[str, Any]] | None = None
+        self._thread: threading.Thread | None = None
+        self.last_error: str | None = None
+
+    # -- questions of calls ---------------------------------------------------------------
+
+    @property
+    def catalog(self) -> Catalog | None:
+        """What the server served when last asked; None before the first answer."""
+        return self._catalog
+
+    def target(self, call: Call | None = None) -> tuple[Target, int]:
+        """Address, key and the default for ``max_tokens``.
+
+        :raises ProviderError: naming ``api_url`` where it cannot be used, or as resolve failed
+        """
+        resolved = self.router.resolve(call)
+        api_url = resolved.api_url or self._settings.api_url
+        root = normalise_api_url(api_url) if api_url else self.discovery.locate(resolved.key, call)
+        return Target(root, resolved.key), resolved.max_tokens or DEFAULT_MAX_TOKENS
+
+    def abilities(self, model: str) -> Abilities:
+        """What is known of ``model``; all unknown before the first discovery."""
+        return self._catalog.abilities(model) if self._catalog else Abilities()
+
+    def answered(self, model: str | None) -> None:
+        """The server named ``model`` in an answer: unknown to the catalog means it is stale."""
+        catalog = self._catalog
+        if model is None or (catalog is not None and catalog.knows(model)):
+            return
+        if time.monotonic() >= self._unknown_until:
+            self._unknown_until = time.monotonic() + UNKNOWN_MODEL_PAUSE
+            self.refresh_soon()
+
+    def failed(self, error: ProviderError) -> None:
+        """A call failed: drop a refused key; look soon whether the server is back."""
+        if error.kind == "auth_expired":
+            self.router.forget(token=False)
+        elif error.status is None and error.kind == "transient":
+            self.refresh_soon()
+
+    # -- the catalog ----------------------------------------------------------------------
+
+    def refresh(self, *, force: bool = True, call: Call | None = None) -> int:
+        """Ask the server what it serves and tell the router; the number of models told.
+
+        :param force: tell the router even what it was told before
+        :raises ProviderError: if the server could not be asked; the router keeps what it has
+        :raises BusError: if the router refused
+        """
+        with self._refreshing:
+            target, _ = self.target(call)
+            catalog = self.discovery.discover(target, call)
+            self._catalog = catalog
+            ranked = catalog.ranked_ids()
+            if ranked and ranked != self._declared:
+                self.router.register(ranked)
+                self._declared = ranked
+            records = catalog.records()
+            if force or records != self._reconciled:
+                self.router.reconcile(records)
+                self._reconciled = records
+                log.info("catalog: %d models told to the router", len(records))
+            return len(records)
+
+    # -- the keeper -----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the keeper."""
+        self._stopping = False
+        self._thread = threading.Thread(target=self._keep, name=f"{self.id}-keeper", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Stop the keeper and wait for it."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def router_ready(self) -> None:
+        """The router (re)started, or the bus did: declare again, then refresh. Returns at once."""
+        self.router.forget()
+        with self._wake:
+            self._declare = True
+            self._wake.notify()
+
+    def refresh_soon(self) -> None:
+        """Refresh the catalog on the keeper's thread. Returns at once."""
+        with self._wake:
+            self._refresh_at = 0.0
+            self._wake.notify()
+
+    def _keep(self) -> None:
+        pause = FIRST_PAUSE
+        while not self._stopping:
+            try:
+                ready = self._connected() and self._step()
+            except Exception:
+                # A safety net: whatever happens in one round, the keeper goes on.
+                log.exception("the keeper of %s failed; it goes on", self.id)
+                ready = False
+            with self._wake:
+                if self._stopping:
+                    return
+                if ready:
+                    pause = FIRST_PAUSE
+                    if not self._declare:
+                        self._wake.wait(max(0.0, self._refresh_at - time.monotonic()))
+                else:
+                    self._wake.wait(pause)
+                    pause = min(pause * 2, LONGEST_PAUSE)
+
+    def _step(self) -> bool:
+        """Declare and refresh as far as due; False if something failed and is to be retried."""
+        if self._declare:
+            with self._wake:
+                self._declare = False
+            if not self._declare_once():
+                with self._wake:
+                    self._declare = True
+                return False
+            self._reconcile = True
+            self._refresh_at = 0.0
+        if time.monotonic() < self._refresh_at:
+            return True
+        self._refresh_at = time.monotonic() + self._settings.catalog_interval
+        try:
+            self.refresh(force=self._reconcile)
+        except (ProviderError, BusError) as error:
+            return self._refresh_failed(error)
+        self._reconcile = False
+        self._report(None)
+        return True
+
+    def _declare_once(self) -> bool:
+        try:
+            self.router.register(self._declared)
+        except BusError as error:
+            if error.code == "router/registration_rejected":
+                log.error(
+                    "the router refuses to register %r (%s). Its record of this id holds another "
+                    "token: clear it there (router state, key 'registry') and restart the router. "
+                    "Trying again.",
+                    self.id,
+                    error.message,
+                )
+                self.router.forget()
+            self._report(f"declare: {error}")
+            return False
+        log.info("declared to the router as %s", self.id)
+        return True
+
+    def _refresh_failed(self, error: ProviderError | BusError) -> bool:
+        code = error.code if isinstance(error, BusError) else ""
+        if code in ("router/unknown_provider", "router/registration_rejected"):
+            self._declare = True
+        self._refresh_at = 0.0
+        self._report(f"catalog: {error}")
+        return False
+
+    def _report(self, problem: str | None) -> None:
+        """Log a problem when it is new, and its end; not once per try."""
+        if problem is not None and problem != self.last_error:
+            log.warning("%s; trying again", problem)
+        self.last_error = problem

@@ -1,0 +1,273 @@
+"""The life of one stream call, from the accepted request to the bus result.
+
+A :class:`StreamRun` runs on one pool thread. It opens the caller's channel, resolves the server,
+posts the request and moves bytes: upstream -> assembler -> channel. Whatever ends it, exactly one
+place (:meth:`StreamRun._end`) decides which terminal frame goes out, if any.
+
+What travels against the data is the abort alone: :class:`~provider_llamacpp.calls.Call` wakes
+whatever this thread blocks on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from . import jsontext
+from .assembler import Assembler, Outcome
+from .calls import Call
+from .convert import Prepared, chat_body
+from .errors import ConsumerGone, Interrupted, InvalidRequest, ProviderError
+from .payloads import StreamRequest, WriterRef
+
+if TYPE_CHECKING:
+    from .channel import Channel
+    from .provider import Provider
+    from .upstream import UpstreamStream
+
+COMPLETIONS = "/v1/chat/completions"
+
+log = logging.getLogger(__name__)
+
+
+class OpenChannel(Protocol):
+    """Dials the write end of a caller's channel (one try, engine protocol 7.2)."""
+
+    def __call__(self, writer: WriterRef, call: Call) -> Channel: ...
+
+
+def new_call_id() -> str:
+    """An id for a tool call that came without one."""
+    return f"call_{uuid.uuid4().hex}"
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970, as frames carry them (provider protocol 5.1)."""
+    return int(time.time() * 1000)
+
+
+class StreamRun:
+    """One stream.
+
+    :param runs: all streams of this worker: whether another one runs on the same server decides
+        if a full context pool is the prompt's fault or the neighbours'
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        request: StreamRequest,
+        call: Call,
+        open_channel: OpenChannel,
+        *,
+        fat: bool,
+        runs: Runs,
+        traceparent: str | None = None,
+    ) -> None:
+        self.provider = provider
+        self.request = request
+        self.call = call
+        self.channel: Channel | None = None
+        self.root: str | None = None
+        """The server it runs on, once resolved."""
+        self._open_channel = open_channel
+        self._fat = fat
+        self._runs = runs
+        self._traceparent = traceparent
+        self.assembler = self._new_assembler(None)
+        self.error: ProviderError | None = None
+        self.invalid: InvalidRequest | None = None
+        """Set if the payload was at fault: then the bus result says so, and no frame does."""
+        self._source: UpstreamStream | None = None
+
+    def run(self) -> None:
+        """Stream until the answer, a fault or an abort ends it. Raises nothing."""
+        call = self.call
+        try:
+            call.phase = "connecting"
+            self.channel = self._open_channel(self.request.writer, call)
+            self._stream()
+        except Interrupted:
+            pass
+        except ConsumerGone:
+            call.abort("consumer gone")
+        except InvalidRequest as error:
+            self.invalid = error
+        except ProviderError as error:
+            self.error = error
+        except Exception as error:
+            # A safety net: the caller still gets its one terminal frame.
+            log.exception("stream %d failed in an unforeseen way", call.number)
+            self.error = ProviderError("permanent", f"internal fault: {type(error).__name__}")
+        finally:
+            self._end()
+
+    def _stream(self) -> None:
+        call, provider, request = self.call, self.provider, self.request
+        call.phase = "resolving"
+        target, default_tokens = provider.target(call)
+        self.root = target.root
+        prepared = chat_body(
+            request,
+            max_tokens=request.max_output_tokens or default_tokens,
+            abilities=provider.abilities(request.model),
+        )
+        self.assembler = self._new_assembler(prepared)
+        try:
+            body = jsontext.dumpb(prepared.body)
+        except ValueError as error:
+            raise ProviderError("permanent", f"the request {error}") from error
+        headers = {"traceparent": self._traceparent} if self._traceparent else {}
+        call.phase = "waiting"
+        with provider.upstream.open_stream(
+            target, COMPLETIONS, body, call, headers=headers
+        ) as stream:
+            call.phase, self._source = "reading", stream
+            self._relay(stream.read)
+
+    def _relay(self, read: Callable[[], bytes]) -> None:
+        """The token path: what has arrived is read in one go and leaves in one go."""
+        assembler, channel = self.assembler, self.channel
+        assert channel is not None
+        feed, send = assembler.feed, channel.send
+        while block := read():
+            if frames := feed(block):
+                send(frames)
+                if assembler.ended:
+                    return
+
+    def _end(self) -> None:
+        call = self.call
+        call.phase = "ending"
+        reason = call.reason
+        if reason == "stop":
+            self.error, reason = ProviderError("transient", "the worker was stopped"), None
+        if reason is not None:
+            self.error = None
+        silent = self.invalid is not None
+        frames = [] if silent else self.assembler.finish(Outcome(reason, self.error))
+        if self.error is None:
+            self.error = self.assembler.error
+        if self.channel is not None:
+            self.channel.finish(frames)
+        if self.error is not None:
+            self.provider.failed(self.error)
+        elif reason is None and not silent:
+            self.provider.answered(self.assembler.server_model)
+
+    def _new_assembler(self, prepared: Prepared | None) -> Assembler:
+        return Assembler(
+            model=self.request.model,
+            provider=self.provider.id,
+            decode_name=prepared.names.decode if prepared else str,
+            fat=self._fat,
+            warnings=prepared.warnings if prepared else (),
+            prefill=prepared.prefill if prepared else "",
+            alone=lambda: self._runs.others(self) == 0,
+            context_window=self.provider.abilities(self.request.model).context_window,
+            now_ms=now_ms,
+            call_id=new_call_id,
+        )
+
+    @property
+    def frames(self) -> int:
+        """Frames sent so far."""
+        return self.channel.sent if self.channel is not None else 0
+
+    @property
+    def consumed(self) -> int:
+        """Body bytes read from the server so far."""
+        return self._source.consumed if self._source is not None else 0
+
+    @property
+    def outcome(self) -> str:
+        """One word for the log: how it ended."""
+        if self.invalid is not None:
+            return "invalid request"
+        if self.call.reason is not None:
+            return self.call.reason
+        return self.error.kind if self.error else (self.assembler.stop_reason or "done")
+
+    def summary(self) -> dict[str, Any]:
+        """Facts of this stream for logs and ``stats()``; holds no text and no secrets."""
+        seconds = time.monotonic() - self.call.started
+        return {
+            "stream": self.call.number,
+            "request": self.call.key,
+            "model": self.request.model,
+            "phase": self.call.phase,
+            "seconds": round(seconds, 3),
+            "frames": self.frames,
+            "bytes": self.consumed,
+            "usage": dict(self.assembler.usage),
+        }
+
+
+class Runs:
+    """The streams that run now, and what the ended ones came to."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, StreamRun] = {}
+        self._lock = threading.Lock()
+        self._outcomes: Counter[str] = Counter()
+        self._frames = self._consumed = 0
+        self._last_error: str | None = None
+
+    def add(self, run: StreamRun) -> None:
+        """``run`` begins."""
+        with self._lock:
+            self._runs[run.call.number] = run
+
+    def remove(self, run: StreamRun) -> None:
+        """``run`` has ended; its figures go into the totals."""
+        with self._lock:
+            del self._runs[run.call.number]
+            self._outcomes[run.outcome] += 1
+            self._frames += run.frames
+            self._consumed += run.consumed
+            if run.error is not None:
+                self._last_error = f"stream {run.call.number}: {run.error.message}"
+
+    def snapshot(self) -> list[StreamRun]:
+        """The running streams, oldest first."""
+        with self._lock:
+            return list(self._runs.values())
+
+    def totals(self) -> dict[str, Any]:
+        """Since the start: streams by outcome, frames sent, bytes read, the last error."""
+        with self._lock:
+            running = list(self._runs.values())
+            return {
+                "outcomes": dict(self._outcomes),
+                "frames": self._frames + sum(run.frames for run in running),
+                "bytes": self._consumed + sum(run.consumed for run in running),
+                "last_error": self._last_error,
+            }
+
+    def others(self, run: StreamRun) -> int:
+        """How many other streams run on the server of ``run``."""
+        return sum(1 for each in self.snapshot() if each is not run and each.root == run.root)
+
+
+def refuse(
+    open_channel: OpenChannel,
+    request: StreamRequest,
+    call: Call,
+    error: ProviderError,
+    provider: str,
+) -> None:
+    """Tell a caller that was not admitted: one ``error`` frame, then the end of the channel."""
+    assembler = Assembler(
+        model=request.model, provider=provider, decode_name=str, now_ms=now_ms, call_id=new_call_id
+    )
+    try:
+        channel = open_channel(request.writer, call)
+    except (ConsumerGone, Interrupted, ProviderError) as failure:
+        log.debug("a refused caller could not be told: %s", failure)
+        return
+    channel.finish(assembler.finish(Outcome(error=error)))

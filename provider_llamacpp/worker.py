@@ -1,0 +1,249 @@
+"""The worker: builds the parts, starts and stops them. The public face of the package.
+
+It installs no signal handlers and no logging, and keeps nothing in module state: two workers run
+in one process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+from ._version import VERSION
+from .bus import Engine
+from .calls import Call, CallRegistry
+from .channel import Channel, ChannelWatch
+from .discovery import Discovery
+from .errors import FatalError
+from .handlers import Handlers, Means
+from .payloads import WriterRef
+from .provider import Provider
+from .router import RouterClient
+from .settings import Settings
+from .streaming import Runs
+from .upstream import Upstream
+from .watchdog import Watchdog
+
+DESCRIPTION = "llama.cpp (llama-server) as a provider behind llm-router"
+REFUSAL_THREADS = 4
+CUT_GRACE = 2.0
+"""Seconds for streams to say their last frame after a stop cut them, then for their channels."""
+
+log = logging.getLogger(__name__)
+
+
+class ProviderWorker:
+    """One worker on one engine.
+
+    ::
+
+        with ProviderWorker(Settings(url="ws://127.0.0.1:49134")) as worker:
+            worker.wait()
+
+    :param settings: see :class:`~provider_llamacpp.settings.Settings`
+    """
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self.settings = settings = settings or Settings()
+        self._stop_event = threading.Event()
+        self._hurry = threading.Event()
+        self._ended = threading.Event()
+        self._state_lock = threading.Lock()
+        self._started = self._stopping = False
+        self._registry = CallRegistry(
+            {"stream": settings.max_streams, "request": settings.max_requests}
+        )
+        self._runs = Runs()
+        self._watch = ChannelWatch(f"{settings.id}-channels")
+        self._engine = Engine(
+            settings.url,
+            name=settings.name,
+            version=VERSION,
+            description=DESCRIPTION,
+            token=settings.token,
+            namespace=settings.namespace,
+            ca_file=settings.ca_file,
+            client_cert=settings.client_cert,
+            connect_timeout=settings.connect_timeout,
+        )
+        self._provider = self._build_provider()
+        self._watchdog = Watchdog(self._runs.snapshot, settings.ping_interval)
+        self._pool: ThreadPoolExecutor | None = None
+        self._refusals: ThreadPoolExecutor | None = None
+
+    def _build_provider(self) -> Provider:
+        settings = self.settings
+        upstream = Upstream(
+            connect_timeout=settings.connect_timeout,
+            ca_file=settings.ca_file,
+            client_cert=settings.client_cert,
+        )
+        router = RouterClient(
+            self._engine.invoke,
+            provider_id=settings.id,
+            worker_name=settings.name,
+            key_variable=settings.key_variable,
+            own_key=settings.api_key,
+            namespace=settings.namespace,
+            stop=self._stop_event,
+        )
+        return Provider(
+            settings, router, upstream, Discovery(upstream), lambda: self._engine.connected
+        )
+
+    # -- life -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the threads and return; connecting goes on in the background.
+
+        :raises RuntimeError: if it was started before; make a new worker to start again
+        """
+        with self._state_lock:
+            if self._started:
+                raise RuntimeError("this worker was started before; make a new one")
+            self._started = True
+        settings = self.settings
+        self._pool = ThreadPoolExecutor(
+            settings.max_streams + settings.max_requests, thread_name_prefix=f"{settings.id}-call"
+        )
+        self._refusals = ThreadPoolExecutor(
+            REFUSAL_THREADS, thread_name_prefix=f"{settings.id}-refusal"
+        )
+        means = Means(
+            registry=self._registry,
+            runs=self._runs,
+            pool=self._pool,
+            refusals=self._refusals,
+            open_channel=self._open_channel,
+            fat_deltas=settings.fat_deltas,
+        )
+        for function in Handlers(self._provider, means).functions():
+            self._engine.register(function)
+        self._engine.register_trigger(
+            "router::ready", f"provider::{self._provider.id}::on_router_ready", {}
+        )
+        self._engine.on_connect.append(self._connected)
+        self._watch.start()
+        self._watchdog.start(f"{settings.id}-watchdog")
+        self._engine.start()
+        self._provider.start()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the worker has stopped; False if it still runs after ``timeout`` seconds.
+
+        :raises FatalError: if it cannot go on, for example because its name is taken on the bus
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._ended.is_set():
+            if self._engine.fatal is not None:
+                self.stop(drain=0)
+                raise FatalError(str(self._engine.fatal)) from self._engine.fatal
+            left = 0.5 if deadline is None else min(0.5, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            self._ended.wait(left)
+        return True
+
+    def stop(self, drain: float | None = None) -> None:
+        """Refuse new calls, let running streams end for ``drain`` seconds, then cut them.
+
+        Streams that are cut end with an ``error`` frame of kind ``transient``. Called again, from
+        another thread, it ends a drain that still runs, and waits for the end.
+
+        :param drain: seconds; None takes the setting
+        """
+        with self._state_lock:
+            first = self._started and not self._stopping
+            self._stopping = self._stopping or self._started
+        if not first:
+            self._hurry.set()
+            if self._started:
+                self._ended.wait(2 * CUT_GRACE + 10.0)
+            return
+        self._registry.refuse()
+        self._drain(self.settings.drain if drain is None else drain)
+        self._stop_event.set()
+        self._registry.abort_all("stop")
+        if not self._registry.wait_idle(CUT_GRACE):
+            for run in self._runs.snapshot():
+                if run.channel is not None:
+                    run.channel.cut()
+            if not self._registry.wait_idle(CUT_GRACE):
+                log.error("%d calls did not end", len(self._registry.snapshot()))
+        self._shut_down()
+
+    def _drain(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0 and not self._hurry.is_set():
+            # Short waits: a second stop ends the drain, and the registry knows no hurry.
+            if self._registry.wait_idle(min(left, 0.1)):
+                return
+
+    def _shut_down(self) -> None:
+        assert self._pool is not None and self._refusals is not None
+        self._refusals.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._engine.stop()
+        self._provider.stop(CUT_GRACE)
+        self._watchdog.stop(CUT_GRACE)
+        self._watch.stop()
+        self._ended.set()
+
+    def __enter__(self) -> ProviderWorker:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # -- facts ----------------------------------------------------------------------------
+
+    def wait_connected(self, timeout: float) -> bool:
+        """Wait for the engine; False if it was not reached within ``timeout`` seconds."""
+        return self._engine.wait_connected(timeout)
+
+    def stats(self) -> dict[str, Any]:
+        """What the worker does now; plain values, no secrets."""
+        runs, totals = self._runs.snapshot(), self._runs.totals()
+        last_error = totals.pop("last_error")
+        return {
+            "version": VERSION,
+            "id": self.settings.id,
+            "connected": self._engine.connected,
+            "reconnects": max(0, self._engine.connections - 1),
+            "active_streams": len(runs),
+            "streams": [run.summary() for run in runs],
+            "calls": len(self._registry.snapshot()),
+            **totals,
+            "last_error": last_error or self._engine.last_error or self._provider.last_error,
+        }
+
+    # -- parts ----------------------------------------------------------------------------
+
+    def _connected(self, reconnected: bool) -> None:
+        if reconnected:
+            self._provider.router_ready()
+
+    def _open_channel(self, writer: WriterRef, call: Call) -> Channel:
+        settings = self.settings
+        return Channel.open(
+            settings.url,
+            writer,
+            token=settings.token,
+            connect_timeout=settings.connect_timeout,
+            send_timeout=settings.send_timeout,
+            ca_file=settings.ca_file,
+            client_cert=settings.client_cert,
+            watch=self._watch,
+            on_gone=lambda: call.abort("consumer gone"),
+            call=call,
+        )
