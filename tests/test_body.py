@@ -1,0 +1,118 @@
+"""Body framing: any split of the bytes gives the same body, bad framing is an error."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from provider_llamacpp.body import Counted, Dechunker, FramingError, UntilClose
+
+
+def chunked(parts: list[bytes], *, extension: bytes = b"", trailers: bytes = b"") -> bytes:
+    chunks = b"".join(b"%x%s\r\n%s\r\n" % (len(part), extension, part) for part in parts)
+    return chunks + b"0" + extension + b"\r\n" + trailers + b"\r\n"
+
+
+def pieces(raw: bytes, cuts: list[int]) -> list[bytes]:
+    edges = [0, *sorted(cut % (len(raw) + 1) for cut in cuts), len(raw)]
+    return [raw[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+
+
+@given(
+    parts=st.lists(st.binary(min_size=1, max_size=40), max_size=8),
+    cuts=st.lists(st.integers(min_value=0), max_size=12),
+    extension=st.sampled_from([b"", b";a=b", b" ", b';q="1"']),
+    trailers=st.sampled_from([b"", b"X-Sum: 1\r\n", b"A: 1\r\nB: 2\r\n"]),
+)
+def test_every_split_of_a_chunked_body_gives_the_same_bytes(
+    parts: list[bytes], cuts: list[int], extension: bytes, trailers: bytes
+) -> None:
+    raw = chunked(parts, extension=extension, trailers=trailers)
+    body = Dechunker()
+    assert b"".join(body.feed(piece) for piece in pieces(raw, cuts)) == b"".join(parts)
+    assert body.complete
+
+
+def test_no_data_byte_is_held_back() -> None:
+    body = Dechunker()
+    assert body.feed(b"5\r\nhe") == b"he"
+    assert body.feed(b"l") == b"l"
+    assert body.feed(b"lo\r") == b"lo"
+    assert body.feed(b"\n3\r\nabc") == b"abc"
+    assert not body.complete
+
+
+def test_a_body_cut_anywhere_is_not_complete() -> None:
+    raw = chunked([b"hello", b"world"], trailers=b"A: b\r\n")
+    for stop in range(len(raw)):
+        body = Dechunker()
+        body.feed(raw[:stop])
+        assert not body.complete, raw[:stop]
+
+
+def test_many_chunks_in_one_read_come_out_as_one_block() -> None:
+    body = Dechunker()
+    assert body.feed(b"2\r\nab\r\n2\r\ncd\r\n2\r\nef") == b"abcdef"
+
+
+def test_one_chunk_is_handed_on() -> None:
+    assert Dechunker().feed(b"3\r\nabc\r\n") == b"abc"
+
+
+def test_bytes_behind_the_end_are_dropped() -> None:
+    body = Dechunker()
+    assert body.feed(b"1\r\na\r\n0\r\n\r\nHTTP/1.1 200 OK") == b"a"
+    assert body.complete
+    assert body.feed(b"more") == b""
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"xyz\r\n",
+        b"\r\nabc",
+        b"-1\r\n",
+        b"+5\r\nhello",
+        b"1_0\r\n",
+        b"0x5\r\nhello",
+        b";ext\r\n",
+        b"data: not chunked\n\n\r\n",
+        b"fffffffffffffffff\r\n",
+        b"3\r\nabcd\r\n",
+        b"3\r\nabc\n\n",
+        b"0" * 5000 + b"\r\n",
+        b"5" * 5000,
+        b"0\r\n" + b"A: b\r\n" * 65,
+        b"0\r\nA: " + b"b" * 5000 + b"\r\n",
+    ],
+)
+def test_bad_framing_is_an_error(raw: bytes) -> None:
+    with pytest.raises(FramingError):
+        Dechunker().feed(raw)
+
+
+@given(raw=st.binary(max_size=200), cuts=st.lists(st.integers(min_value=0), max_size=6))
+def test_any_bytes_end_in_data_or_a_framing_error(raw: bytes, cuts: list[int]) -> None:
+    body = Dechunker()
+    try:
+        got = b"".join(body.feed(piece) for piece in pieces(raw, cuts))
+    except FramingError:
+        return
+    assert len(got) <= len(raw)
+
+
+def test_a_counted_body_ends_at_its_length() -> None:
+    body = Counted(5)
+    assert body.feed(b"hel") == b"hel"
+    assert not body.complete
+    assert body.feed(b"lo, world") == b"lo"
+    assert body.complete
+    assert body.feed(b"x") == b""
+    assert Counted(0).complete
+
+
+def test_a_body_until_close_is_all_there_is() -> None:
+    body = UntilClose()
+    assert body.feed(b"abc") == b"abc"
+    assert body.complete
