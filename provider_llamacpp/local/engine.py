@@ -1,0 +1,406 @@
+"""An iii engine for one machine: the wire protocol on a loopback socket, all in memory.
+
+For trying the worker, for embedding it and for tests; production runs on the iii engine. It speaks
+the protocol as engines from 0.21 to 0.25 do (``profile``): functions, invocations, triggers,
+namespaces, channels and state. It has no RBAC, queues, HTTP, cron, configuration or observers, and
+it binds loopback addresses only: whoever can run a program on the machine can use it, a web page
+or another machine cannot.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, cast
+from urllib.parse import parse_qs, urlsplit
+
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+from websockets.sync.server import Server, ServerConnection, serve
+
+from ..errors import BusError
+from .channels import Channel
+from .hub import Hub
+from .profiles import PROFILES, BadFrame, Profile, decode
+from .sockets import MAX_FRAME, MAX_MESSAGE, EngineConnection, Outbox, channel_end
+from .workers import Frame, Peer
+
+log = logging.getLogger(__name__)
+
+ProfileName = Literal["0.21", "0.22", "0.23", "0.25"]
+HEADER_DEADLINE = 10.0
+CLOSE_WAIT = 1.0
+"""Seconds for a peer to echo a Close, and for ``stop`` before it cuts what is left."""
+
+
+class LoopbackEngine:
+    """One engine. ``start`` and ``stop`` may alternate; the port stays.
+
+    :param host: a loopback address; anything else is a ValueError
+    :param port: 0 picks a free one at the first start
+    :param profile: which engine generation to be (engine protocol 8)
+    :param token: bearer that workers must present; None lets all in
+    :param state: whether ``state::*`` exists
+    :param namespace_grace: seconds until registrations without ``engine::workers::register`` land
+        in ``default`` (engine protocol 3.3)
+    :param poll_interval: seconds between looks for changed functions and stale channels
+    :param on_frame: called on the reading thread with each valid inbound frame and its sender
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        profile: ProfileName = "0.25",
+        token: str | None = None,
+        *,
+        state: bool = True,
+        namespace_grace: float = 5.0,
+        poll_interval: float = 5.0,
+        on_frame: Callable[[Peer, Frame], None] | None = None,
+    ) -> None:
+        self.host = "127.0.0.1" if host == "localhost" else host
+        if not _is_loopback(self.host):
+            raise ValueError(f"host {host!r} is not a loopback address")
+        if profile not in PROFILES:
+            raise ValueError(f"profile {profile!r} is none of {', '.join(PROFILES)}")
+        self.port = port
+        self.profile: Profile = PROFILES[profile]
+        self.on_frame = on_frame
+        self.dropped: list[str] = []
+        """Why frames were dropped in silence: empty when every peer speaks the protocol."""
+        self._token = token
+        self._grace = namespace_grace
+        self._poll_interval = poll_interval
+        self._hub = Hub(self.profile, state=state)
+        self._server: Server | None = None
+        self._threads: list[threading.Thread] = []
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._controls: dict[Peer, tuple[EngineConnection, Outbox]] = {}
+        self._ends: set[EngineConnection] = set()
+
+    # --- life ----------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Where workers connect: ``ws://127.0.0.1:PORT``."""
+        return f"ws://{self._authority}"
+
+    @property
+    def _authority(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def start(self) -> LoopbackEngine:
+        """Listen. A second start before a stop does nothing."""
+        if self._server is not None:
+            return self
+        self._stopping.clear()
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        server = serve(
+            self._serve,
+            sock=socket.create_server((self.host, self.port), family=family),
+            process_request=self._admit,
+            compression=None,
+            server_header=None,
+            open_timeout=HEADER_DEADLINE if self.profile.reattach else None,
+            ping_interval=None,
+            close_timeout=CLOSE_WAIT,
+            max_size=(MAX_MESSAGE, MAX_FRAME),
+            create_connection=EngineConnection,
+        )
+        self.port = server.socket.getsockname()[1]
+        self._server = server
+        self._threads = [
+            threading.Thread(target=server.serve_forever, name="loopback-accept", daemon=True),
+            threading.Thread(target=self._poll, name="loopback-poll", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def stop(self, code: int | None = 1001) -> None:
+        """Close every socket and end every thread; state and channels' names survive, channels do
+        not.
+
+        :param code: of the Close that workers get; None cuts them off like a crash
+        """
+        server, self._server = self._server, None
+        if server is None:
+            return
+        self._stopping.set()
+        if code is None:
+            self.drop_all()
+        else:
+            self.close_all(code)
+        self._hub.channels.clear()
+        for end in self._snapshot(self._ends):
+            end.cut()
+        deadline = time.monotonic() + CLOSE_WAIT
+        for _, outbox in self._snapshot(self._controls.values()):
+            outbox.join(max(0.0, deadline - time.monotonic()))
+        self.drop_all()
+        server.shutdown()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> LoopbackEngine:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    # --- looking in ----------------------------------------------------------------------------
+
+    @property
+    def connections(self) -> list[Peer]:
+        """The workers that are connected now."""
+        with self._hub.changed:
+            return list(self._hub.peers.values())
+
+    def functions(self, namespace: str = "default") -> dict[str, Frame]:
+        """The registered functions of a namespace: id and registration frame."""
+        with self._hub.changed:
+            return {
+                each: f.frame for (ns, each), f in self._hub.functions.items() if ns == namespace
+            }
+
+    def triggers(self) -> dict[str, bool]:
+        """The registered triggers: id, and whether it is active rather than parked."""
+        with self._hub.changed:
+            return self._hub.triggers.ids()
+
+    def wait_until(self, condition: Callable[[], object], timeout: float = 10.0) -> bool:
+        """Wait for something that the arrival of a frame or a connection makes true."""
+        with self._hub.changed:
+            return bool(self._hub.changed.wait_for(condition, timeout))
+
+    def wait_for_function(
+        self, function_id: str, timeout: float = 10.0, namespace: str = "default"
+    ) -> bool:
+        """Wait for a function to be registered; False when it was not in time."""
+        return self.wait_until(lambda: (namespace, function_id) in self._hub.functions, timeout)
+
+    def call(
+        self, function_id: str, data: Any, *, timeout: float = 15.0, namespace: str | None = None
+    ) -> Any:
+        """Invoke a function as the engine itself.
+
+        :raises BusError: the function's failure, or ``TIMEOUT``
+        """
+        future = self._hub.call(function_id, data, namespace=namespace)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            raise BusError("TIMEOUT", f"no answer within {timeout:g} s") from None
+
+    def create_channel(self, buffer_size: int | None = None) -> tuple[Frame, Frame]:
+        """A channel's writer and reader references."""
+        made = self.call("engine::channels::create", {"buffer_size": buffer_size})
+        return made["writer"], made["reader"]
+
+    @property
+    def state_enabled(self) -> bool:
+        """Whether ``state::*`` exists; may be switched while the engine runs."""
+        return self._hub.state_enabled
+
+    @state_enabled.setter
+    def state_enabled(self, on: bool) -> None:
+        self._hub.state_enabled = on
+
+    # --- making trouble ------------------------------------------------------------------------
+
+    def drop_worker(self, name: str) -> int:
+        """Cut the connections of the workers with this name, without a Close; how many."""
+        found = [each for each in self.connections if each.name == name]
+        for peer in found:
+            peer.cut()
+        return len(found)
+
+    def drop_all(self) -> None:
+        """Cut every worker's connection, without a Close."""
+        for connection, _ in self._snapshot(self._controls.values()):
+            connection.cut()
+
+    def drop_channels(self) -> None:
+        """Cut the sockets of every channel end."""
+        for end in self._snapshot(self._ends):
+            end.cut()
+
+    def close_all(self, code: int = 1000) -> None:
+        """Close every worker's connection politely, as a proxy or a restart does."""
+        for connection, outbox in self._snapshot(self._controls.values()):
+            connection.gate.set()
+            outbox.close(code)
+
+    def pause_reading(self, name: str) -> None:
+        """Read nothing more from the workers with this name: their pings go unanswered."""
+        self._set_gate(name, False)
+
+    def resume_reading(self, name: str) -> None:
+        """Undo :meth:`pause_reading`."""
+        self._set_gate(name, True)
+
+    def _set_gate(self, name: str, is_open: bool) -> None:
+        with self._lock:
+            found = [c for peer, (c, _) in self._controls.items() if peer.name == name]
+        for connection in found:
+            (connection.gate.set if is_open else connection.gate.clear)()
+
+    def _snapshot(self, of: Iterable[Any]) -> list[Any]:
+        with self._lock:
+            return list(of)
+
+    # --- the handshake, on the thread of a connection ------------------------------------------
+
+    def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Answer None to go on with the handshake, or the refusal."""
+        mine = {self._authority, f"localhost:{self.port}"}
+        origins = request.headers.get_all("Origin")
+        # A page that resolved its own name to this address shows it in Host; any other page
+        # shows itself in Origin. Clients that are no browsers may name the engine itself.
+        if request.headers.get_all("Host")[:1] not in [[each] for each in mine] or any(
+            urlsplit(origin).netloc not in mine for origin in origins
+        ):
+            return connection.respond(http.HTTPStatus.FORBIDDEN, "Not from here\n")
+        path = request.path.partition("?")[0]
+        end = channel_end(request.path)
+        if end is None:
+            known = path == "/" or (path == "/otel" and self.profile.namespaces)
+            if known:
+                return None
+            return connection.respond(http.HTTPStatus.NOT_FOUND, "Not found\n")
+        if end.key is None or end.direction is None:
+            return connection.respond(http.HTTPStatus.BAD_REQUEST, "key and dir are needed\n")
+        channel = self._hub.channels.find(end.channel_id, end.key)
+        if channel is None:
+            return connection.respond(http.HTTPStatus.NOT_FOUND, "Channel not found")
+        ours = cast(EngineConnection, connection)
+        if channel.claim(end.direction):
+            ours.channel = channel
+            if end.direction == "write":
+                # Before the answer goes out: a frame may follow it at once.
+                ours.relay = channel.put
+        return None
+
+    def _serve(self, connection: ServerConnection) -> None:
+        ours = cast(EngineConnection, connection)
+        assert ours.request is not None
+        path = ours.request.path.partition("?")[0]
+        if path == "/otel":
+            _discard(ours)
+        elif path == "/":
+            self._serve_worker(ours)
+        else:
+            self._serve_end(ours, ours.channel)
+
+    # --- channels, on the thread of an end -----------------------------------------------------
+
+    def _serve_end(self, connection: EngineConnection, channel: Channel | None) -> None:
+        if channel is None:
+            connection.close_without_code()
+            return
+        with self._lock:
+            self._ends.add(connection)
+        try:
+            if connection.relay is not None:
+                _discard(connection)
+                channel.finish()
+            else:
+                self._serve_reader(connection, channel)
+        finally:
+            with self._lock:
+                self._ends.discard(connection)
+
+    def _serve_reader(self, connection: EngineConnection, channel: Channel) -> None:
+        try:
+            while (frame := channel.take()) is not None:
+                data, text = frame
+                connection.send(data, text=text)
+        except ConnectionClosed:
+            channel.lose()
+            connection.cut()
+        else:
+            connection.close_without_code()
+
+    # --- workers, on the thread of a connection -------------------------------------------------
+
+    def _serve_worker(self, connection: EngineConnection) -> None:
+        outbox = Outbox(connection, "loopback-send")
+        peer = Peer(outbox.post, outbox.close, connection.cut)
+        outbox.start()
+        if not self._may_enter(connection):
+            error = {"code": "AUTH_ERROR", "message": "the token is missing or wrong"}
+            peer.send({"type": "error", "error": error})
+            peer.close(1008)
+            _discard(connection)
+            outbox.end()
+            return
+        grace = threading.Timer(self._grace, self._hub.drain, (peer,))
+        grace.name, grace.daemon = "loopback-grace", True
+        with self._lock:
+            self._controls[peer] = (connection, outbox)
+        self._hub.join(peer)
+        grace.start()
+        try:
+            self._read(connection, peer, outbox)
+        except ConnectionClosed:
+            pass
+        finally:
+            grace.cancel()
+            self._hub.leave(peer)
+            outbox.end()
+            with self._lock:
+                del self._controls[peer]
+
+    def _read(self, connection: EngineConnection, peer: Peer, outbox: Outbox) -> None:
+        while True:
+            data = connection.recv()
+            try:
+                frame = decode(data, self.profile)
+            except BadFrame as error:
+                log.warning("frame of %s dropped: %s", peer.name or peer.worker_id, error)
+                self.dropped.append(str(error))
+                continue
+            if frame is None:
+                continue
+            if self.on_frame is not None:
+                self.on_frame(peer, frame)
+            if self._hub.handle(peer, frame):
+                outbox.wait_for_room()
+
+    def _may_enter(self, connection: EngineConnection) -> bool:
+        if self._token is None:
+            return True
+        assert connection.request is not None
+        header = connection.request.headers.get("Authorization", "")
+        query = parse_qs(connection.request.path.partition("?")[2])
+        given = [header.removeprefix("Bearer "), *query.get("token", [])]
+        return any(hmac.compare_digest(each.encode(), self._token.encode()) for each in given)
+
+    def _poll(self) -> None:
+        while not self._stopping.wait(self._poll_interval):
+            self._hub.poll_functions()
+            self._hub.channels.sweep()
+
+
+def _discard(connection: EngineConnection) -> None:
+    """Read until the peer is gone, and keep nothing."""
+    try:
+        while True:
+            connection.recv()
+    except ConnectionClosed:
+        pass
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
