@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ def chunked(parts: list[bytes], *, extension: bytes = b"", trailers: bytes = b""
 
 def pieces(raw: bytes, cuts: list[int]) -> list[bytes]:
     edges = [0, *sorted(cut % (len(raw) + 1) for cut in cuts), len(raw)]
-    return [raw[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+    return [raw[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 @given(
