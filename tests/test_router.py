@@ -165,13 +165,13 @@ def test_an_abort_during_resolve_passes():
         client(bus).resolve()
 
 
-KEY = {"type": "api_key", "key": " k "}
+KEY = {"type": "api_key", "key": " the-key "}
 
 
 @pytest.mark.parametrize(
     ("answer", "own", "key", "source"),
     [
-        ({"credential": KEY, "source": "config"}, "own", "k", "config"),
+        ({"credential": KEY, "source": "config"}, "own", "the-key", "config"),
         ({"credential": {"type": "oauth", "access_token": "t"}}, None, "t", "none"),
         ({"credential": None}, "own", "own", "env"),
         ({}, "own", "own", "env"),
