@@ -172,9 +172,9 @@ KEY = {"type": "api_key", "key": " the-key "}
     ("answer", "own", "key", "source"),
     [
         ({"credential": KEY, "source": "config"}, "own", "the-key", "config"),
-        ({"credential": {"type": "oauth", "access_token": "t"}}, None, "t", "none"),
-        ({"credential": None}, "own", "own", "env"),
-        ({}, "own", "own", "env"),
+        ({"credential": {"type": "oauth", "access_token": "oauth-1"}}, None, "oauth-1", "none"),
+        ({"credential": None}, "own-key", "own-key", "env"),
+        ({}, "own-key", "own-key", "env"),
         ({}, None, None, "none"),
         ({"credential": {"type": "api_key", "key": "  "}}, None, None, "none"),
         ({"credential": None, "credential_error": "no such secret"}, "own", None, "none"),
