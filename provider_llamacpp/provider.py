@@ -56,13 +56,15 @@ class Provider:
         self._stopping = False
         self._declare = True
         self._refresh_at = 0.0
-        self._reconcile = True
+        self._force = True
         self._unknown_until = 0.0
         self._refreshing = threading.Lock()
         self._catalog: Catalog | None = None
         self._declared: list[str] = []
         self._reconciled: list[dict[str, Any]] | None = None
         self._thread: threading.Thread | None = None
+        self.ready = threading.Event()
+        """Set once the router took our declaration and a catalog."""
         self.last_error: str | None = None
 
     # -- questions of calls ---------------------------------------------------------------
@@ -184,16 +186,17 @@ class Provider:
                 with self._wake:
                     self._declare = True
                 return False
-            self._reconcile = True
+            self._force = True
             self._refresh_at = 0.0
         if time.monotonic() < self._refresh_at:
             return True
         self._refresh_at = time.monotonic() + self._settings.catalog_interval
         try:
-            self.refresh(force=self._reconcile)
+            self.refresh(force=self._force)
         except (ProviderError, BusError) as error:
             return self._refresh_failed(error)
-        self._reconcile = False
+        self._force = False
+        self.ready.set()
         self._report(None)
         return True
 

@@ -211,6 +211,10 @@ class ProviderWorker:
         """Wait for the engine; False if it was not reached within ``timeout`` seconds."""
         return self._engine.wait_connected(timeout)
 
+    def wait_ready(self, timeout: float) -> bool:
+        """Wait until the router took our declaration and catalog; False after ``timeout`` s."""
+        return self._provider.ready.wait(timeout)
+
     def stats(self) -> dict[str, Any]:
         """What the worker does now; plain values, no secrets."""
         runs, totals = self._runs.snapshot(), self._runs.totals()
