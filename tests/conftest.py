@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import pytest
 
@@ -21,7 +21,6 @@ from provider_llamacpp.local.llama import (
     PROGRAM_VARIABLE,
     LlamaOptions,
     LlamaServer,
-    Source,
     find_program,
 )
 from provider_llamacpp.local.model import Variant, write_model
@@ -40,7 +39,7 @@ class LlamaFactory(Protocol):
         self,
         variant: Variant = "demo",
         *,
-        source: Source | None = None,
+        source: Literal["program", "xllamacpp"] | None = None,
         wait: bool = True,
         **options: Any,
     ) -> LlamaServer: ...
@@ -96,7 +95,7 @@ def llama_factory(model_path: Callable[[Variant], Path]) -> Iterator[LlamaFactor
         def start(
             variant: Variant = "demo",
             *,
-            source: Source | None = None,
+            source: Literal["program", "xllamacpp"] | None = None,
             wait: bool = True,
             **options: Any,
         ) -> LlamaServer:

@@ -11,19 +11,17 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from ..errors import ProviderLlamacppError
+from .child import Child, exit_words
 
 Source = Literal["api_url", "running", "program", "xllamacpp"]
 """Where a server comes from: given, found listening, or started from one of two programs."""
@@ -33,20 +31,7 @@ USUAL_PORTS: Final = (8080, 9931)
 """llama-server's own default, then the second one this project looks at."""
 PROGRAM_VARIABLE: Final = "LLAMA_SERVER_BIN"
 
-_LOG_LINES: Final = 400
-_LOG_WIDTH: Final = 500
 _TRIES: Final = 3
-_STOP_SECONDS: Final = 5.0
-
-# A process of its own that ends the server once its parent, at the other end of the pipe, is gone.
-_GUARD: Final = """\
-import os, signal, sys
-sys.stdin.buffer.read()
-try:
-    os.kill(int(sys.argv[1]), signal.SIGTERM)
-except OSError:
-    pass
-"""
 
 
 class LlamaServerError(ProviderLlamacppError):
@@ -99,7 +84,8 @@ class LlamaServer:
     Entering finds or starts it, :meth:`wait_ready` waits for the model. Methods may be called from
     any thread, but starting and stopping from one.
 
-    :param source: take this one instead of the first that is there
+    :param source: take this program instead of the first that is there
+    :param environ: the environment to look in, and that of a server started here; None is ours
     :raises LlamaServerError: nothing to start, or nothing to start it with
     """
 
@@ -109,16 +95,12 @@ class LlamaServer:
         *,
         api_url: str | None = None,
         use_running: bool = False,
-        source: Source | None = None,
+        source: Literal["program", "xllamacpp"] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.options = options or LlamaOptions()
         self._environ = os.environ if environ is None else environ
-        self._log: deque[str] = deque(maxlen=_LOG_LINES)
-        self._log_ended = threading.Event()
-        self._reader: threading.Thread | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._tries = 0
         self.url = ""
         """Root address without a trailing slash, once entered."""
@@ -173,12 +155,12 @@ class LlamaServer:
     @property
     def pid(self) -> int | None:
         """Of the server process, if it was started here."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.pid
 
     @property
     def returncode(self) -> int | None:
         """Exit code of a server that was started here and has ended."""
-        return None if self._process is None else self._process.poll()
+        return None if self._child is None else self._child.returncode
 
     def start(self) -> None:
         """Start the process, if one is to be started; does not wait for it.
@@ -193,49 +175,26 @@ class LlamaServer:
         port = port or _free_port()
         self.url = f"http://{HOST}:{port}"
         self._tries += 1
-        self._log_ended.clear()
-        command, environ = (
-            self._program_command(port) if self.source == "program" else _xserver_command()
-        )
+        if self.source == "program":
+            command, environ = self._program_command(port)
+            first_line = None
+        else:
+            command, environ = _xserver_command(self._environ)
+            first_line = self._xserver_options(port)
         try:
-            process = _spawn(
-                command,
-                stdin=subprocess.PIPE if self.source == "xllamacpp" else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                env={**self._environ, **environ},
-            )
+            self._child = Child(command, {**self._environ, **environ}, first_line=first_line)
         except OSError as error:
             raise LlamaServerError(f"cannot run {command[0]}: {error.strerror}") from error
-        self._process = process
-        assert process.stdout is not None
-        self._reader = threading.Thread(
-            target=self._read_log, args=(process.stdout,), name="llama-log", daemon=True
-        )
-        self._reader.start()
-        if self.source == "program":
-            self._guard = _spawn(
-                [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-            )
-        else:
-            self._hand_over(port)
 
-    def _hand_over(self, port: int) -> None:
-        """Give the child its options; by pipe, as the list of processes is open to all."""
-        assert self._process is not None and self._process.stdin is not None
-        options = self.options
+    def _xserver_options(self, port: int) -> bytes:
+        """What the child is told; by pipe, as the list of processes is open to all."""
         values: dict[str, Any] = {
-            name: getattr(options, name)
-            for name in options.__slots__
+            name: getattr(self.options, name)
+            for name in self.options.__slots__
             if name not in ("models_dir", "hugging_face", "extra")
         }
-        values.update(model=str(options.model), port=port)
-        try:
-            self._process.stdin.write(json.dumps(values).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it is gone already: wait_ready says why
+        values.update(model=str(self.options.model), port=port)
+        return json.dumps(values).encode()
 
     def _program_command(self, port: int) -> tuple[list[str], dict[str, str]]:
         options = self.options
@@ -253,20 +212,20 @@ class LlamaServer:
             "--alias": options.alias,
             "--sleep-idle-seconds": options.sleep_idle_seconds,
         }
-        switches = {
-            ("--embeddings", ""): options.embeddings,
-            ("--kv-unified", "--no-kv-unified"): options.kv_unified,
-            ("--jinja", "--no-jinja"): options.jinja,
-            ("--metrics", ""): options.metrics,
-            ("--slots", "--no-slots"): options.slots,
-        }
+        switches = (
+            (options.embeddings, "--embeddings", None),
+            (options.metrics, "--metrics", None),
+            (options.kv_unified, "--kv-unified", "--no-kv-unified"),
+            (options.jinja, "--jinja", "--no-jinja"),
+            (options.slots, "--slots", "--no-slots"),
+        )
         command = [str(self.program)]
         for flag, value in values.items():
             if value is not None:
                 command += [flag, str(value)]
-        for (on, off), wanted in switches.items():
-            if wanted is not None and (on if wanted else off):
-                command.append(on if wanted else off)
+        for wanted, on, off in switches:
+            switch = None if wanted is None else on if wanted else off
+            command += [switch] if switch else []
         # By environment: the arguments of a process are open to all.
         key = {"LLAMA_API_KEY": options.api_key} if options.api_key is not None else {}
         return [*command, *options.extra], key
@@ -284,11 +243,13 @@ class LlamaServer:
         :raises LlamaServerError: the server ended, with its last words, or took too long
         """
         began = time.monotonic()
+        unending = threading.Event()
         while True:
             status = _health(self.url)
-            if self._ended():
-                self._restart_or_raise()
-            elif status == 200:
+            if self.returncode is not None:
+                self._start_again_or_raise()
+                continue
+            if status == 200:
                 return
             spent = time.monotonic() - began
             if spent > timeout:
@@ -299,80 +260,47 @@ class LlamaServer:
                 )
             if progress is not None:
                 progress("starting" if status is None else "loading", spent)
-            # The end of its output is the end of a child: no need to sit out the pause.
-            self._log_ended.wait(0.1 if self._process is None or spent > 2 else 0.02)
+            # Most servers start within a second: look often at first, then at leisure.
+            ended = unending if self._child is None else self._child.ended
+            ended.wait(0.02 if spent < 1.0 else 0.1)
 
-    def _ended(self) -> bool:
-        return self.returncode is not None
-
-    def _restart_or_raise(self) -> None:
+    def _start_again_or_raise(self) -> None:
         code = self.returncode
         self.stop()
-        taken = any("couldn't bind" in line for line in self._log)
+        taken = any("couldn't bind" in line for line in self.log_tail())
         if taken and not self.options.port and self._tries < _TRIES:
-            self._log.clear()
-            self.start()
+            self.start()  # another program was quicker to take the free port
             return
         raise LlamaServerError(
-            f"llama-server ended before it was ready ({_exit_words(code)})" + self._last_words()
+            f"llama-server ended before it was ready ({exit_words(code)})" + self._last_words()
         )
 
     def _last_words(self) -> str:
-        lines = self.log_tail(_LOG_LINES)
+        lines = self.log_tail(400)
         # Its log marks errors by a letter of its own; without any the end has to do.
         errors = [line for line in lines if " E " in line]
-        words = (errors or lines)[-6:]
-        return "".join(f"\n  {line}" for line in words)
+        return "".join(f"\n  {line}" for line in (errors or lines)[-6:])
 
     def log_tail(self, lines: int = 20) -> list[str]:
         """The last lines of the server's output, the API key blotted out."""
+        tail = [] if self._child is None else self._child.lines()[-lines:]
         key = self.options.api_key
-        tail = list(self._log)[-lines:]
         return [line.replace(key, "***") for line in tail] if key else tail
-
-    def _read_log(self, stream: IO[bytes]) -> None:
-        with stream:
-            for line in iter(lambda: stream.readline(_LOG_WIDTH), b""):
-                self._log.append(line.decode("utf-8", "replace").rstrip())
-        self._log_ended.set()
 
     def terminate(self) -> None:
         """Ask the process to end (SIGTERM; on Windows it is ended at once)."""
-        if self._process is not None:
-            self._process.terminate()
+        if self._child is not None:
+            self._child.terminate()
 
     def kill(self) -> None:
         """End the process at once (SIGKILL), and wait for its end."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        if self._child is not None:
+            self._child.kill()
 
     def stop(self) -> None:
         """End a server that was started here; may be called again."""
-        process = self._process
-        if process is None:
-            return
-        if self._guard is not None:
-            # First: its signal must never reach a later process of the same number.
-            self._guard.kill()
-            self._guard.wait()
-            assert self._guard.stdin is not None
-            self._guard.stdin.close()
-            self._guard = None
-        if process.stdin is not None:
-            try:
-                process.stdin.close()
-            except BrokenPipeError:
-                pass  # options that were never read
-        else:
-            process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if self._reader is not None:
-            self._reader.join(_STOP_SECONDS)
+        if self._child is not None:
+            self._child.stop()
 
 
 def find_program(environ: Mapping[str, str]) -> str | None:
@@ -425,27 +353,8 @@ def _free_port() -> int:
         return port
 
 
-def _spawn(command: list[str], **streams: Any) -> subprocess.Popen[bytes]:
-    """Start a process that an interrupt at our terminal does not reach."""
-    if sys.platform == "win32":
-        streams["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP
-    else:
-        streams["start_new_session"] = True
-    return subprocess.Popen(command, stderr=subprocess.STDOUT, **streams)
-
-
-def _xserver_command() -> tuple[list[str], dict[str, str]]:
+def _xserver_command(environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     # The child must find this package where this process found it, installed or not.
     root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    name = f"{__package__}.xserver"
-    return [sys.executable, "-m", name], {"PYTHONPATH": path}
-
-
-def _exit_words(code: int | None) -> str:
-    if code is not None and code < 0:
-        try:
-            return signal.Signals(-code).name
-        except ValueError:
-            return f"signal {-code}"
-    return f"exit code {code}"
+    path = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH"))))
+    return [sys.executable, "-m", f"{__package__}.xserver"], {"PYTHONPATH": path}

@@ -18,9 +18,10 @@ _PLAIN: Final = """\
 {%- endif -%}
 """
 
+# The index in the first condition is what the server takes as a sign that content may be parts.
 _FULL: Final = """\
 {%- macro text(content) -%}
-{%- if content is string -%}
+{%- if content is string and content[0] -%}
 {{- content -}}
 {%- elif content -%}
 {%- for part in content -%}
