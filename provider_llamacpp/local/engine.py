@@ -9,22 +9,22 @@ or another machine cannot.
 
 from __future__ import annotations
 
-import hmac
 import http
-import ipaddress
 import logging
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Literal, cast
-from urllib.parse import parse_qs, urlsplit
 
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 from websockets.sync.server import Server, ServerConnection, serve
 
 from ..errors import BusError
+from .admission import bears, comes_from_here, is_loopback
 from .channels import Channel
 from .hub import Hub
 from .profiles import PROFILES, BadFrame, Profile, decode
@@ -66,14 +66,14 @@ class LoopbackEngine:
         on_frame: Callable[[Peer, Frame], None] | None = None,
     ) -> None:
         self.host = "127.0.0.1" if host == "localhost" else host
-        if not _is_loopback(self.host):
+        if not is_loopback(self.host):
             raise ValueError(f"host {host!r} is not a loopback address")
         if profile not in PROFILES:
             raise ValueError(f"profile {profile!r} is none of {', '.join(PROFILES)}")
         self.port = port
         self.profile: Profile = PROFILES[profile]
         self.on_frame = on_frame
-        self.dropped: list[str] = []
+        self.dropped: deque[str] = deque(maxlen=1000)
         """Why frames were dropped in silence: empty when every peer speaks the protocol."""
         self._token = token
         self._grace = namespace_grace
@@ -197,7 +197,7 @@ class LoopbackEngine:
         future = self._hub.call(function_id, data, namespace=namespace)
         try:
             return future.result(timeout)
-        except TimeoutError:
+        except FutureTimeout:
             raise BusError("TIMEOUT", f"no answer within {timeout:g} s") from None
 
     def create_channel(self, buffer_size: int | None = None) -> tuple[Frame, Frame]:
@@ -261,13 +261,7 @@ class LoopbackEngine:
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer None to go on with the handshake, or the refusal."""
-        mine = {self._authority, f"localhost:{self.port}"}
-        origins = request.headers.get_all("Origin")
-        # A page that resolved its own name to this address shows it in Host; any other page
-        # shows itself in Origin. Clients that are no browsers may name the engine itself.
-        if request.headers.get_all("Host")[:1] not in [[each] for each in mine] or any(
-            urlsplit(origin).netloc not in mine for origin in origins
-        ):
+        if not comes_from_here(request.headers, {self._authority, f"localhost:{self.port}"}):
             return connection.respond(http.HTTPStatus.FORBIDDEN, "Not from here\n")
         path = request.path.partition("?")[0]
         end = channel_end(request.path)
@@ -335,7 +329,7 @@ class LoopbackEngine:
         outbox = Outbox(connection, "loopback-send")
         peer = Peer(outbox.post, outbox.close, connection.cut)
         outbox.start()
-        if not self._may_enter(connection):
+        if not bears(connection.request, self._token):
             error = {"code": "AUTH_ERROR", "message": "the token is missing or wrong"}
             peer.send({"type": "error", "error": error})
             peer.close(1008)
@@ -375,15 +369,6 @@ class LoopbackEngine:
             if self._hub.handle(peer, frame):
                 outbox.wait_for_room()
 
-    def _may_enter(self, connection: EngineConnection) -> bool:
-        if self._token is None:
-            return True
-        assert connection.request is not None
-        header = connection.request.headers.get("Authorization", "")
-        query = parse_qs(connection.request.path.partition("?")[2])
-        given = [header.removeprefix("Bearer "), *query.get("token", [])]
-        return any(hmac.compare_digest(each.encode(), self._token.encode()) for each in given)
-
     def _poll(self) -> None:
         while not self._stopping.wait(self._poll_interval):
             self._hub.poll_functions()
@@ -397,10 +382,3 @@ def _discard(connection: EngineConnection) -> None:
             connection.recv()
     except ConnectionClosed:
         pass
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -21,7 +21,7 @@ from .channels import ChannelTable
 from .profiles import DEFAULT_NAMESPACE, Profile
 from .state import StateStore
 from .triggers import FUNCTIONS_AVAILABLE, WORKERS_AVAILABLE, TriggerTable, refusal
-from .workers import Frame, Function, Peer, Pending
+from .workers import Frame, Function, Peer, Pending, answer
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Hub:
             stopped = [(k, p) for k, p in self.pending.items() if p.executor is peer]
             for key, pending in stopped:
                 del self.pending[key]
-                _deliver_error(pending, "invocation_stopped", "the worker disconnected")
+                pending.fail("invocation_stopped", "the worker disconnected")
             if peer.name is not None:
                 self._fire_workers("worker_disconnected", peer)
             self.changed.notify_all()
@@ -287,7 +287,7 @@ class Hub:
         invocation_id = frame.get("invocation_id")
         deliver = None
         if action != "void" and invocation_id is not None:
-            deliver = partial(_answer, peer, invocation_id, frame["function_id"])
+            deliver = partial(answer, peer, invocation_id, frame["function_id"])
         if action == "enqueue":
             if deliver is not None:
                 message = "no queue worker is connected"
@@ -394,22 +394,3 @@ class Hub:
             if trigger.namespace is not None:
                 frame["namespace"] = trigger.namespace
             self._route(None, frame, None)
-
-
-def _answer(peer: Peer, invocation_id: str, function_id: str, outcome: Frame) -> None:
-    if not peer.gone:
-        # A null result reaches the caller as an absent one (engine protocol 2.7).
-        present = {key: value for key, value in outcome.items() if value is not None}
-        peer.send(
-            {
-                "type": "invocationresult",
-                "invocation_id": invocation_id,
-                "function_id": function_id,
-                **present,
-            }
-        )
-
-
-def _deliver_error(pending: Pending, code: str, message: str) -> None:
-    if pending.deliver is not None:
-        pending.deliver({"error": {"code": code, "message": message}})

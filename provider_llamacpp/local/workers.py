@@ -82,3 +82,19 @@ class Pending:
     executor: Peer
     deliver: Callable[[Frame], None] | None
     """Takes ``result`` or ``error`` and the trace fields; None for what nobody waits for."""
+
+    def fail(self, code: str, message: str) -> None:
+        if self.deliver is not None:
+            self.deliver({"error": {"code": code, "message": message}})
+
+
+def answer(peer: Peer, invocation_id: str, function_id: str, outcome: Frame) -> None:
+    """Send a caller the outcome of its call; a null result travels as an absent one (2.7)."""
+    if not peer.gone:
+        frame = {key: value for key, value in outcome.items() if value is not None}
+        frame |= {
+            "type": "invocationresult",
+            "invocation_id": invocation_id,
+            "function_id": function_id,
+        }
+        peer.send(frame)
