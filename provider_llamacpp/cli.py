@@ -31,12 +31,11 @@ examples:
   provider-llamacpp --url ws://10.0.0.2:49134 --api-url http://127.0.0.1:8080
   PROVIDER_LLAMACPP_MAX_STREAMS=8 provider-llamacpp --log-json
 """
-CHAT_EXAMPLE = """\
-examples:
-  provider-llamacpp chat "What is a slot?"
-  provider-llamacpp chat --local
-  provider-llamacpp chat --local --model ./qwen3-0.6b-q4.gguf "Hello"
-"""
+COMMANDS = {
+    "chat": "stream one answer to the terminal",
+}
+"""Each is a module of :mod:`.commands`, imported only when the command line names it."""
+
 TARGETS = (
     "x86_64-apple-darwin",
     "aarch64-apple-darwin",
@@ -50,8 +49,8 @@ TARGETS = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The command line, with the arguments of those commands that ``arguments`` name."""
     formatter = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
         prog=PROGRAM, description=DESCRIPTION, epilog=RUN_EXAMPLE, formatter_class=formatter
@@ -62,26 +61,19 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_settings(top)
     commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    chat = commands.add_parser(
-        "chat",
-        help="stream one answer to the terminal",
-        description="Stream one answer through the router to the terminal. Ctrl-C aborts it.",
-        epilog=CHAT_EXAMPLE,
-        formatter_class=formatter,
-    )
-    chat.add_argument("prompt", nargs="?", metavar="PROMPT", help="the question (default: greet)")
-    chat.add_argument(
-        "--local",
-        action="store_true",
-        help="start a loopback engine, a router and a llama-server for this one answer",
-    )
-    chat.add_argument("--model", metavar="ID_OR_PATH", help="model id; with --local a GGUF file")
-    chat.add_argument("--system", metavar="TEXT", help="system prompt")
-    chat.add_argument(
-        "--thinking", metavar="LEVEL", help="off, minimal, low, medium, high or xhigh"
-    )
-    _add_settings(chat, again=True)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=formatter)
+        if name in arguments:
+            module = command_module(name)
+            command.description, command.epilog = module.DESCRIPTION, module.EXAMPLE
+            module.add_arguments(command)
+            _add_settings(command, again=True)
     return top
+
+
+def command_module(name: str) -> Any:
+    """The module of a command."""
+    return importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
 
 
 def _add_settings(to: argparse.ArgumentParser, *, again: bool = False) -> None:
@@ -124,7 +116,8 @@ SETTING_FLAGS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    options = parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser(arguments).parse_args(arguments)
     if options.manifest:
         print(manifest())
         return 0
@@ -142,8 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     try:
         if options.command:
-            command = importlib.import_module(f".commands.{options.command}", __package__)
-            code: int = command.run(settings, options)
+            code: int = command_module(options.command).run(settings, options)
             return code
         return run_worker(settings)
     except ProviderLlamacppError as error:

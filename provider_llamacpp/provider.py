@@ -88,6 +88,10 @@ class Provider:
         """What is known of ``model``; all unknown before the first discovery."""
         return self._catalog.abilities(model) if self._catalog else Abilities()
 
+    def model_failed(self, model: str) -> bool:
+        """Whether the server's catalog says that ``model`` failed to load."""
+        return self._catalog is not None and self._catalog.failed(model)
+
     def answered(self, model: str | None) -> None:
         """The server named ``model`` in an answer: unknown to the catalog means it is stale."""
         catalog = self._catalog

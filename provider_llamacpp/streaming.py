@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from . import jsontext
 from .assembler import Assembler, Outcome
 from .calls import Call
+from .classify import classify
 from .convert import Prepared, chat_body
 from .errors import ConsumerGone, Interrupted, InvalidRequest, ProviderError
 from .payloads import StreamRequest, WriterRef
@@ -125,10 +126,18 @@ class StreamRun:
         headers = {"traceparent": self._traceparent} if self._traceparent else {}
         call.phase = "waiting"
         with provider.upstream.open_stream(
-            target, COMPLETIONS, body, call, headers=headers
+            target, COMPLETIONS, body, call, headers=headers, classify=self._classify
         ) as stream:
             call.phase, self._source = "reading", stream
             self._relay(stream.read)
+
+    def _classify(self, status: int, body: bytes) -> ProviderError:
+        return classify(
+            status,
+            body,
+            alone=self._runs.others(self) == 0,
+            model_failed=self.provider.model_failed(self.request.model),
+        )
 
     def _relay(self, read: Callable[[], bytes]) -> None:
         """The token path: what has arrived is read in one go and leaves in one go."""

@@ -239,6 +239,10 @@ class ProviderWorker:
 
     def _open_channel(self, writer: WriterRef, call: Call) -> Channel:
         settings = self.settings
+
+        def gone() -> None:
+            call.abort("consumer gone")
+
         return Channel.open(
             settings.url,
             writer,
@@ -248,6 +252,6 @@ class ProviderWorker:
             ca_file=settings.ca_file,
             client_cert=settings.client_cert,
             watch=self._watch,
-            on_gone=lambda: call.abort("consumer gone"),
+            on_gone=gone,
             call=call,
         )

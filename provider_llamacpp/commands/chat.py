@@ -12,19 +12,44 @@ import threading
 import time
 import uuid
 from contextlib import ExitStack
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import BusError
-from ..logs import escape_control
 from ..settings import Settings
-from .caller import Caller
 
+if TYPE_CHECKING:
+    from .caller import Caller
+
+DESCRIPTION = "Stream one answer through the router to the terminal. Ctrl-C aborts it."
+EXAMPLE = """\
+examples:
+  provider-llamacpp chat "What is a slot?"
+  provider-llamacpp chat --local
+  provider-llamacpp chat --local --model ./qwen3-0.6b-q4.gguf "Hello"
+"""
 GREETING = "Hello! Who are you?"
 DIM, BOLD, RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the question (default: greet)")
+    parser.add_argument(
+        "--local",
+        action="store_true",
+        help="start a loopback engine, a router and a llama-server for this one answer",
+    )
+    parser.add_argument("--model", metavar="ID_OR_PATH", help="model id; with --local a GGUF file")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument(
+        "--thinking", metavar="LEVEL", help="off, minimal, low, medium, high or xhigh"
+    )
+
+
 def printable(text: str) -> str:
     """``text`` with line ends and tabs kept and every other control character escaped."""
+    from ..logs import escape_control
+
     parts = text.replace("\r\n", "\n").split("\n")
     return "\n".join("\t".join(map(escape_control, part.split("\t"))) for part in parts)
 
@@ -121,6 +146,8 @@ def pick_model(caller: Caller, wanted: str | None, provider: str) -> str:
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
     """The command."""
+    from .caller import Caller
+
     with ExitStack() as stack:
         model = options.model
         if options.local:
