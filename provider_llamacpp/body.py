@@ -3,9 +3,10 @@
 Pure: knows neither sockets nor SSE. It stands in for the readers of ``http.client`` and
 ``urllib3``, which hand out one chunk a call, or hold a short read back until it is full.
 
-All three framings have the same two members: ``feed`` takes what one read gave and returns the
-body bytes in it; ``complete`` says that nothing of the body is missing if the peer closes now.
-Bytes behind the end of a body are dropped: a connection carries one answer.
+All three framings have the same members: ``feed`` takes what one read gave and returns the body
+bytes in it; ``complete`` says that nothing of the body is missing if the peer closes now;
+``until_close`` says that only the close of the connection ends the body. Bytes behind the end of a
+body are dropped: a connection carries one answer.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class FramingError(ValueError):
 class Framing(Protocol):
     """See the module's text."""
 
+    until_close: bool
+
     @property
     def complete(self) -> bool: ...
 
@@ -36,6 +39,7 @@ class Framing(Protocol):
 class UntilClose:
     """The body ends where the peer closes: it says nothing of an early end."""
 
+    until_close = True
     complete = True
 
     def feed(self, raw: bytes) -> bytes:
@@ -44,6 +48,8 @@ class UntilClose:
 
 class Counted:
     """A body of ``Content-Length`` bytes."""
+
+    until_close = False
 
     def __init__(self, length: int) -> None:
         self._left = length
@@ -61,6 +67,8 @@ class Counted:
 
 class Dechunker:
     """A body in chunked transfer coding. Holds back no byte of data, whatever the split."""
+
+    until_close = False
 
     def __init__(self) -> None:
         self.complete = False

@@ -1,0 +1,369 @@
+"""llama-server over HTTP: one request, or one stream, each on a connection of its own.
+
+Knows HTTP and when to give up; knows neither SSE nor what an answer means. Failures leave as
+:class:`~provider_llamacpp.errors.ProviderError`, an abort as
+:class:`~provider_llamacpp.errors.Interrupted`, whatever the call waited for.
+
+The environment has no say: no proxies, no netrc, no redirects, no compression. Connections are not
+kept: llama-server closes idle ones after five seconds, and making one takes less than finding out.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import requests
+from urllib3.exceptions import HTTPError
+
+from . import jsontext
+from ._version import VERSION
+from .address import Target, normalise_api_url
+from .body import Counted, Dechunker, Framing, FramingError, UntilClose
+from .calls import Call
+from .classify import classify, network_error
+from .dialing import Line, LineRequest, Session
+from .errors import ProviderError, SettingsError
+
+__all__ = ["Reply", "Target", "Upstream", "UpstreamStream", "normalise_api_url"]
+
+BLOCK = 65536
+"""Bytes of one read: takes all that has arrived; beyond 128 KiB the buffers themselves cost."""
+ERROR_LIMIT = 65536
+"""Bytes read of the body of an error."""
+ERROR_SECONDS = 5.0
+"""How long the body of an error may take."""
+REPLY_LIMIT = 64 * 1024 * 1024
+"""Bytes of an answer that is read as a whole."""
+
+_FAULTS = (requests.RequestException, HTTPError, http.client.HTTPException, OSError)
+"""What the libraries raise; not all of it is wrapped by the outermost one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer read as a whole."""
+
+    status: int
+    body: bytes = field(repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is a success."""
+        return 200 <= self.status < 300
+
+    def json(self) -> Any:
+        """:raises ValueError: if the body is not JSON"""
+        return jsontext.loads(self.body)
+
+
+class UpstreamStream:
+    """The body of one answer, as it arrives. Belongs to one thread; a context manager.
+
+    ``status`` and ``headers`` (names in any case) are those of the answer.
+    """
+
+    def __init__(self, response: requests.Response, line: Line, call: Call | None, root: str):
+        self.status = response.status_code
+        self.headers: Mapping[str, str] = response.headers
+        self.consumed = 0
+        """Body bytes handed out so far: where a resumed stream goes on (``from=``)."""
+        self._response = response
+        self._line = line
+        self._call = call
+        self._root = root
+        self._take, self._framing = _source(response)
+        self._feed = self._framing.feed
+        self._ended = self._framing.complete and not self._framing.until_close
+
+    def read(self) -> bytes:
+        """Wait for the next bytes of the body; all that have arrived. ``b""`` is a clean end.
+
+        :raises ProviderError: ``transient`` if the connection breaks off
+        :raises Interrupted: if the call is aborted
+        """
+        call = self._call
+        while not self._ended:
+            try:
+                raw = self._take()
+            except _FAULTS as error:
+                self._line.check()
+                raise network_error(error, self._root) from error
+            # What arrives after an abort is nobody's: the caller was told that it is over.
+            if call is not None and call.reason is not None:
+                call.check()
+            if not raw:
+                self._ended = True
+                if not self._framing.complete:
+                    raise self._broke_off()
+                break
+            try:
+                data = self._feed(raw)
+            except FramingError as error:
+                raise ProviderError(
+                    "transient", f"llama-server at {self._root} sent a broken answer: {error}"
+                ) from error
+            if self._framing.complete and not self._framing.until_close:
+                self._ended = True
+            if data:
+                self.consumed += len(data)
+                return data
+        return b""
+
+    def read_all(self, limit: int) -> bytes:
+        """The rest of the body.
+
+        :raises ProviderError: ``permanent`` if it is longer than ``limit`` bytes, else as
+            :meth:`read`
+        :raises Interrupted: if the call is aborted
+        """
+        blocks = []
+        size = 0
+        while block := self.read():
+            size += len(block)
+            if size > limit:
+                raise ProviderError(
+                    "permanent", f"llama-server at {self._root} answered more than {limit} bytes"
+                )
+            blocks.append(block)
+        return b"".join(blocks)
+
+    def read_error(self) -> bytes:
+        """The body of an error, as far as it comes soon and is not too long.
+
+        :raises Interrupted: if the call is aborted
+        """
+        self._line.deadline = min(
+            time.monotonic() + ERROR_SECONDS, self._line.deadline or float("inf")
+        )
+        found = b""
+        try:
+            while len(found) < ERROR_LIMIT and (block := self.read()):
+                found += block
+        except ProviderError:
+            pass  # The status stands, whatever became of the words to it.
+        return found[:ERROR_LIMIT]
+
+    def close(self) -> None:
+        """Drop the connection; llama-server stops generating. Twice does no harm."""
+        self._response.close()
+        self._line.close()
+
+    def __enter__(self) -> UpstreamStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _broke_off(self) -> ProviderError:
+        return ProviderError(
+            "transient",
+            f"llama-server at {self._root} broke the connection off in the middle of its answer",
+        )
+
+
+def _source(response: requests.Response) -> tuple[Callable[[], bytes], Framing]:
+    """How to read what has arrived, and the framing to undo."""
+    reply = getattr(response.raw, "_original_response", None)
+    if isinstance(reply, http.client.HTTPResponse) and reply.fp is not None:
+        framing: Framing = UntilClose()
+        if reply.chunked:
+            framing = Dechunker()
+        elif reply.length is not None:
+            framing = Counted(reply.length)
+        return functools.partial(reply.fp.read1, BLOCK), framing
+    # A response that came over no line of ours: urllib3 undoes the framing.
+    blocks = response.raw.stream(BLOCK, decode_content=False)
+    return lambda: next(blocks, b""), UntilClose()
+
+
+class Upstream:
+    """Makes requests; holds no connections. One for a worker; safe to share between threads.
+
+    :param connect_timeout: seconds for names, TCP and TLS together
+    :param ca_file: CA certificates (PEM) for ``https``; None uses those of ``requests``
+    :param client_cert: client certificate and key in one PEM file
+    :raises SettingsError: if one of the files cannot be used
+    """
+
+    def __init__(
+        self,
+        *,
+        connect_timeout: float = 10.0,
+        ca_file: str | None = None,
+        client_cert: str | None = None,
+    ) -> None:
+        self._connect_timeout = connect_timeout
+        self._files = ca_file, client_cert
+        self._context: ssl.SSLContext | None = None
+        self._lock = threading.Lock()
+        self._session = Session(self._tls)
+        if ca_file or client_cert:
+            self._tls()
+
+    def open_stream(
+        self,
+        target: Target,
+        path: str,
+        body: bytes,
+        call: Call,
+        *,
+        headers: Mapping[str, str] | None = None,
+        classify: Callable[[int, bytes], ProviderError] = classify,
+    ) -> UpstreamStream:
+        """POST ``body`` (JSON) and wait, as long as it takes, for the headers of a success.
+
+        :param path: below the root, with its leading slash
+        :param headers: more of them
+        :param classify: turns status and body of a failure into the error to raise
+        :raises ProviderError: for any other status, and if the server cannot be reached
+        :raises Interrupted: if the call is aborted
+        """
+        stream = self._open(target, "POST", path, body, call, headers, None)
+        try:
+            if 200 <= stream.status < 300:
+                return stream
+            raise classify(stream.status, stream.read_error())
+        except BaseException:
+            stream.close()
+            raise
+
+    def request(
+        self,
+        target: Target,
+        method: str,
+        path: str,
+        payload: object | None = None,
+        *,
+        timeout: float,
+        call: Call | None = None,
+        headers: Mapping[str, str] | None = None,
+        limit: int = REPLY_LIMIT,
+    ) -> Reply:
+        """One short request; the answer whatever its status, but a redirect.
+
+        :param payload: sent as JSON; None sends no body
+        :param timeout: seconds for all of it
+        :param limit: bytes the answer may have
+        :raises ProviderError: ``transient`` if no whole answer came, ``permanent`` for a redirect,
+            an answer too long and a payload that JSON has no form for
+        :raises Interrupted: if the call is aborted
+        """
+        try:
+            body = None if payload is None else jsontext.dumpb(payload)
+        except ValueError as error:
+            raise ProviderError("permanent", f"the request {error}") from error
+        deadline = time.monotonic() + timeout
+        with self._open(target, method, path, body, call, headers, deadline) as stream:
+            if stream.status >= 400:
+                return Reply(stream.status, stream.read_error())
+            return Reply(stream.status, stream.read_all(limit))
+
+    def _open(
+        self,
+        target: Target,
+        method: str,
+        path: str,
+        body: bytes | None,
+        call: Call | None,
+        headers: Mapping[str, str] | None,
+        deadline: float | None,
+    ) -> UpstreamStream:
+        fields = _headers(target, body, headers)
+        line = Line(call, connect_timeout=self._connect_timeout, deadline=deadline)
+        request = LineRequest(line, method, target.root + path, fields, body)
+        timeout = self._connect_timeout, None
+        try:
+            line.open()
+            response = self._session.send(
+                request, stream=True, timeout=timeout, allow_redirects=False, proxies={}
+            )
+            stream = UpstreamStream(response, line, call, target.root)
+        except _FAULTS as error:
+            line.close()
+            line.check()
+            raise network_error(error, target.root) from error
+        except BaseException:
+            line.close()
+            raise
+        try:
+            _refuse_detours(stream, target.root)
+        except ProviderError:
+            stream.close()
+            raise
+        return stream
+
+    def _tls(self) -> ssl.SSLContext:
+        with self._lock:
+            if self._context is None:
+                self._context = _context(*self._files)
+            return self._context
+
+
+def _context(ca_file: str | None, client_cert: str | None) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(
+            cafile=ca_file or requests.utils.DEFAULT_CA_BUNDLE_PATH
+        )
+    except OSError as error:
+        raise SettingsError(f"ca_file: no CA certificates can be read there ({error})") from error
+    if client_cert:
+        try:
+            context.load_cert_chain(client_cert)
+        except OSError as error:
+            raise SettingsError(
+                f"client_cert: no certificate and key can be read there ({error})"
+            ) from error
+    return context
+
+
+def _headers(target: Target, body: bytes | None, more: Mapping[str, str] | None) -> dict[str, str]:
+    """:raises ProviderError: ``permanent``, naming the header whose value cannot be sent"""
+    fields = {
+        "User-Agent": f"provider-llamacpp/{VERSION}",
+        "Accept": "*/*",
+        "Accept-Encoding": "identity",
+    }
+    if body is not None:
+        fields["Content-Type"] = "application/json"
+        fields["Content-Length"] = str(len(body))
+    if target.key:
+        if not _sendable(target.key):
+            raise ProviderError(
+                "permanent", "the API key holds characters that cannot be sent in a header"
+            )
+        fields["Authorization"] = f"Bearer {target.key}"
+    for name, value in (more or {}).items():
+        if not _sendable(value):
+            raise ProviderError("permanent", f"the value of header {name} cannot be sent")
+        fields[name] = value
+    return fields
+
+
+def _sendable(value: str) -> bool:
+    """Visible ASCII and inner blanks: nothing that could begin another header."""
+    return value.isascii() and value.isprintable() and value == value.strip()
+
+
+def _refuse_detours(stream: UpstreamStream, root: str) -> None:
+    """What would lead elsewhere, or comes in a form that was not asked for."""
+    if 300 <= stream.status < 400:
+        raise classify(stream.status, b"", location=stream.headers.get("Location"))
+    encoding = stream.headers.get("Content-Encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise ProviderError(
+            "permanent",
+            f"{root} compresses its answers, which it was asked not to do (check api_url)",
+        )
