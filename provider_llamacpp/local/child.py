@@ -6,6 +6,7 @@ whoever started it ends it.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -68,8 +69,8 @@ class Child:
     def _tell(self, line: bytes) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
+            # Past the buffer, so that nothing is left to be written, and to fail, on closing.
+            os.write(self._process.stdin.fileno(), line + b"\n")
         except OSError:
             pass  # it is gone already, and its exit code says so
 
@@ -108,10 +109,11 @@ class Child:
             # First: its signal must never reach a later process of the same number.
             self._guard.kill()
             self._guard.wait()
-            _close(self._guard.stdin)
+            assert self._guard.stdin is not None
+            self._guard.stdin.close()
             self._guard = None
         if self._process.stdin is not None:
-            _close(self._process.stdin)
+            self._process.stdin.close()
         else:
             self._process.terminate()
         try:
@@ -131,16 +133,8 @@ def exit_words(code: int | None) -> str:
         return f"signal {-code}"
 
 
-def _close(stream: IO[bytes] | None) -> None:
-    assert stream is not None
-    try:
-        stream.close()
-    except OSError:
-        pass  # what it held was never read
-
-
 def _spawn(command: Sequence[str], **streams: Any) -> subprocess.Popen[bytes]:
-    if sys.platform == "win32":
+    if sys.platform == "win32":  # pragma: no cover
         streams["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP
     else:
         streams["start_new_session"] = True

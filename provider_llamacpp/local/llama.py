@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from ..address import normalise_api_url
 from ..errors import ProviderLlamacppError
 from .child import Child, exit_words
 
@@ -81,12 +82,13 @@ class LlamaServer:
 
     Looked for in this order: ``api_url``; with ``use_running`` one that listens on a usual port;
     the program at ``LLAMA_SERVER_BIN`` or on PATH; the ``xllamacpp`` package in a child process.
-    Entering finds or starts it, :meth:`wait_ready` waits for the model. Methods may be called from
-    any thread, but starting and stopping from one.
+    Entering starts it if need be, :meth:`wait_ready` waits for the model. Methods may be called
+    from any thread, but starting and stopping from one.
 
     :param source: take this program instead of the first that is there
     :param environ: the environment to look in, and that of a server started here; None is ours
     :raises LlamaServerError: nothing to start, or nothing to start it with
+    :raises ProviderError: ``api_url`` is no address
     """
 
     def __init__(
@@ -103,17 +105,19 @@ class LlamaServer:
         self._child: Child | None = None
         self._tries = 0
         self.url = ""
-        """Root address without a trailing slash, once entered."""
-        self.program = find_program(self._environ)
+        """Root address without a trailing slash; of a server started here, once it is started."""
+        self.program: str | None = None
+        """Path of the llama-server program, where one is looked for and found."""
         self.source: Source
-        running = None
         if api_url is not None:
             self.source = "api_url"
-            self.url = api_url.rstrip("/")
+            self.url = normalise_api_url(api_url)
         elif use_running and (running := find_running()) is not None:
             self.source = "running"
             self.url = running
         else:
+            if source != "xllamacpp":
+                self.program = find_program(self._environ)
             self.source = source or self._choose()
             self._check()
 
@@ -139,10 +143,10 @@ class LlamaServer:
             raise LlamaServerError(f"there is no directory of models {options.models_dir}")
         if not (options.model or options.models_dir or options.hugging_face):
             raise LlamaServerError("no model to serve: give a file, a directory or a name")
-        if self.source == "xllamacpp" and options.model is None:
+        if self.source == "xllamacpp" and (options.model is None or options.extra):
             raise LlamaServerError(
-                "xllamacpp serves one model file only: a directory or a Hugging Face name needs"
-                f" the llama-server program, on PATH or named by {PROGRAM_VARIABLE}"
+                "xllamacpp serves one model file only: a directory, a Hugging Face name or more"
+                f" arguments need the llama-server program, on PATH or named by {PROGRAM_VARIABLE}"
             )
 
     def __enter__(self) -> LlamaServer:

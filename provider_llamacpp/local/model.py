@@ -172,7 +172,7 @@ def _recipe(variant: Variant) -> _Recipe:
     full = chat_template()
     recipes: dict[Variant, _Recipe] = {
         "demo": _Recipe(template=full),
-        "slow": _Recipe(template=full, layers=160),
+        "slow": _Recipe(template=full, layers=64),
         "heavy": _Recipe(template=full, layers=500, feed_forward=64),
         "loop": _Recipe(_loop_table, full),
         "think": _Recipe(_think_table, full),
