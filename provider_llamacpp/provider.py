@@ -90,7 +90,8 @@ class Provider:
 
     def model_failed(self, model: str) -> bool:
         """Whether the server's catalog says that ``model`` failed to load."""
-        return self._catalog is not None and self._catalog.failed(model)
+        found = self._catalog.find(model) if self._catalog else None
+        return found is not None and found.state == "failed"
 
     def answered(self, model: str | None) -> None:
         """The server named ``model`` in an answer: unknown to the catalog means it is stale."""
