@@ -55,6 +55,7 @@ class Provider:
         self._wake = threading.Condition()
         self._stopping = False
         self._declare = True
+        self._nudged = False
         self._refresh_at = 0.0
         self._force = True
         self._unknown_until = 0.0
@@ -153,18 +154,20 @@ class Provider:
         """The router (re)started, or the bus did: declare again, then refresh. Returns at once."""
         self.router.forget()
         with self._wake:
-            self._declare = True
+            self._declare = self._nudged = True
             self._wake.notify()
 
     def refresh_soon(self) -> None:
         """Refresh the catalog on the keeper's thread. Returns at once."""
         with self._wake:
-            self._refresh_at = 0.0
+            self._refresh_at, self._nudged = 0.0, True
             self._wake.notify()
 
     def _keep(self) -> None:
         pause = FIRST_PAUSE
         while not self._stopping:
+            # A nudge during the round must not wait out the pause after it.
+            self._nudged = False
             try:
                 ready = self._connected() and self._step()
             except Exception:
@@ -172,15 +175,12 @@ class Provider:
                 log.exception("the keeper of %s failed; it goes on", self.id)
                 ready = False
             with self._wake:
-                if self._stopping:
-                    return
                 if ready:
                     pause = FIRST_PAUSE
-                    if not self._declare:
-                        self._wake.wait(max(0.0, self._refresh_at - time.monotonic()))
+                    wait = max(0.0, self._refresh_at - time.monotonic())
                 else:
-                    self._wake.wait(pause)
-                    pause = min(pause * 2, LONGEST_PAUSE)
+                    wait, pause = pause, min(pause * 2, LONGEST_PAUSE)
+                self._wake.wait_for(lambda: self._nudged or self._stopping, wait)
 
     def _step(self) -> bool:
         """Declare and refresh as far as due; False if something failed and is to be retried."""

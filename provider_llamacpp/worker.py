@@ -234,8 +234,8 @@ class ProviderWorker:
     # -- parts ----------------------------------------------------------------------------
 
     def _connected(self, reconnected: bool) -> None:
-        if reconnected:
-            self._provider.router_ready()
+        # The first time too: the keeper waits for the engine with longer and longer pauses.
+        self._provider.router_ready()
 
     def _open_channel(self, writer: WriterRef, call: Call) -> Channel:
         settings = self.settings
