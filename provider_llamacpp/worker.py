@@ -92,7 +92,11 @@ class ProviderWorker:
             stop=self._stop_event,
         )
         return Provider(
-            settings, router, upstream, Discovery(upstream), lambda: self._engine.connected
+            settings,
+            router,
+            upstream,
+            Discovery(upstream, provider=settings.id),
+            lambda: self._engine.connected,
         )
 
     # -- life -----------------------------------------------------------------------------
