@@ -27,8 +27,24 @@ EFFORT = recorded_json("props-template-with-effort")
 TOOLS = recorded_json("props-template-with-tools")
 PLAIN = recorded_json("props-template-plain")
 UNKNOWN = Probes()
-KEYS = """id meta status args preset value n_ctx architecture chat_template_caps modalities aliases
-default_generation_settings input_modalities output_modalities supports_tools failed""".split()
+KEYS = [
+    "id",
+    "meta",
+    "status",
+    "args",
+    "preset",
+    "value",
+    "n_ctx",
+    "architecture",
+    "chat_template_caps",
+    "modalities",
+    "aliases",
+    "default_generation_settings",
+    "input_modalities",
+    "output_modalities",
+    "supports_tools",
+    "failed",
+]
 
 
 def info(row: dict[str, Any], props: Any = None, probes: Probes = UNKNOWN) -> ModelInfo:
