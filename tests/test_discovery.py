@@ -8,20 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from peers import (
-    PATIENCE,
-    Answer,
-    Request,
-    ScriptedServer,
-    answer_json,
-    free_port,
-)
+from conftest import LlamaFactory
+from peers import PATIENCE, Answer, Request, ScriptedServer, answer_json, free_port, wait_for
 from recorded import recorded, recorded_json
 
 from provider_llamacpp import discovery
 from provider_llamacpp.calls import Call
 from provider_llamacpp.discovery import Discovery
 from provider_llamacpp.errors import Interrupted, ProviderError
+from provider_llamacpp.local.llama import LlamaServer
 from provider_llamacpp.upstream import Target, Upstream
 
 NOT_LOADED = recorded("router-props-no-autoload")
@@ -452,3 +447,64 @@ def test_another_server_that_fails_changes_nothing() -> None:
 
 def test_the_usual_ports() -> None:
     assert discovery.PORTS == (8080, 9931)
+
+
+# -- the real server --------------------------------------------------------------------------
+
+
+def told(server: LlamaServer, path: str) -> Any:
+    return Upstream().request(Target(server.url), "GET", path, timeout=PATIENCE).json()
+
+
+def test_a_real_server_is_read_as_it_says(llama: LlamaServer) -> None:
+    found = new().discover(Target(llama.url))
+    (row,) = told(llama, "/v1/models")["data"]
+    props = told(llama, "/props")
+    (model,) = found.models
+    assert model.id == row["id"] == "demo"
+    assert model.context_window == row["meta"]["n_ctx"]
+    assert model.context_window == props["default_generation_settings"]["n_ctx"]
+    assert model.slots == props["total_slots"] == 4
+    caps = props["chat_template_caps"]
+    assert model.abilities.tools is caps["supports_tools"] is True
+    assert model.abilities.reasoning_effort is caps["supports_reasoning_effort"]
+    assert model.abilities.parallel_tool_calls is caps["supports_parallel_tool_calls"]
+    assert model.abilities.vision is props["modalities"]["vision"] is False
+    assert model.abilities.thinking_switch is True
+    assert model.embeddings is True
+    assert model.state == "loaded"
+    (record,) = found.records()
+    assert record["context_window"] == row["meta"]["n_ctx"]
+    assert record["supports_thinking"] is record["supports_thinking_off"] is True
+
+
+def test_a_real_server_with_a_plain_template(llama_factory: LlamaFactory) -> None:
+    server = llama_factory("plain", ctx_size=1024, parallel=2)
+    (model,) = new().discover(Target(server.url)).models
+    assert model.context_window == 512
+    assert model.abilities.tools is False
+    assert model.abilities.thinking_switch is False
+    assert model.embeddings is False
+    record = model.record("llamacpp")
+    assert (record.supports_tools, record.supports_thinking) == (False, False)
+
+
+def test_a_real_server_that_sleeps_sleeps_on(llama_factory: LlamaFactory) -> None:
+    server = llama_factory("demo", sleep_idle_seconds=1)
+
+    def sleeping() -> bool:
+        return told(server, "/props")["is_sleeping"] is True
+
+    finder = new()
+    wait_for(sleeping, "the sleep")
+    for _ in range(3):
+        (model,) = finder.discover(Target(server.url)).models
+        assert model.state == "sleeping"
+        assert model.abilities.thinking_switch is None
+    assert sleeping()
+
+
+def test_a_real_server_with_a_key(llama_factory: LlamaFactory) -> None:
+    server = llama_factory("demo", api_key="sk-right")
+    assert new().discover(Target(server.url, "sk-wrong")).refused
+    assert new().discover(Target(server.url, "sk-right")).knows("demo")

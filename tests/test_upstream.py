@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import requests
 import responses
+from conftest import LlamaFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import (
@@ -33,6 +34,7 @@ from peers import (
 from provider_llamacpp import dialing, upstream
 from provider_llamacpp.calls import Call
 from provider_llamacpp.errors import Interrupted, ProviderError, SettingsError
+from provider_llamacpp.local.llama import LlamaServer
 from provider_llamacpp.upstream import Target, Upstream, UpstreamStream
 
 PATH = "/v1/chat/completions"
@@ -898,3 +900,68 @@ def test_a_tls_stream_leaves_no_descriptor() -> None:
             read_to_end(upstream.open_stream(target, PATH, b"{}", new_call()))
         wait_for(lambda: not server.open(), "the last connection's end")
         assert descriptors() == before
+
+
+# -- the real server --------------------------------------------------------------------------
+
+LONG = json.dumps(
+    {
+        "messages": [{"role": "user", "content": "hi"}],
+        "stream": True,
+        "ignore_eos": True,
+        "max_tokens": 8000,
+    }
+).encode()
+
+
+def busy_slots(server: LlamaServer) -> int:
+    slots = Upstream().request(Target(server.url), "GET", "/slots", timeout=PATIENCE).json()
+    return sum(slot["is_processing"] for slot in slots)
+
+
+def test_a_real_server_stops_when_a_stream_is_aborted(llama_factory: LlamaFactory) -> None:
+    server = llama_factory("slow", parallel=1, ctx_size=8192)
+    call = new_call()
+    with Upstream().open_stream(Target(server.url), PATH, LONG, call) as stream:
+        assert b"data: " in stream.read()
+        assert busy_slots(server) == 1
+        run = Background(lambda: list(iter(stream.read, b"")))
+        call.abort("abort")
+        assert isinstance(run.end().error, Interrupted)
+    wait_for(lambda: busy_slots(server) == 0, "the end of the generation")
+
+
+def test_a_real_server_forgets_what_waits_for_a_slot(llama_factory: LlamaFactory) -> None:
+    server = llama_factory("slow", parallel=1, ctx_size=8192, metrics=True)
+    target, upstream = Target(server.url), Upstream()
+
+    def waiting() -> bool:
+        metrics = upstream.request(target, "GET", "/metrics", timeout=PATIENCE).body
+        return b"\nllamacpp:requests_deferred 1" in metrics
+
+    with upstream.open_stream(target, PATH, LONG, new_call()) as first:
+        assert first.read()
+        call = new_call()
+        run = Background(lambda: upstream.open_stream(target, PATH, LONG, call))
+        wait_for(waiting, "the second request's turn to wait")
+        call.abort("abort")
+        assert isinstance(run.end().error, Interrupted)
+        assert first.read()
+    wait_for(lambda: busy_slots(server) == 0, "the end of the generation")
+
+
+def test_a_real_servers_errors_are_classified(llama_factory: LlamaFactory) -> None:
+    server = llama_factory("demo", parallel=1, ctx_size=512, api_key="sk-right")
+    upstream = Upstream()
+    body = json.dumps({"messages": [{"role": "user", "content": "x " * 5000}]}).encode()
+    for key, kind in (("sk-right", "context_overflow"), ("sk-wrong", "auth_expired")):
+        with pytest.raises(ProviderError) as caught:
+            upstream.open_stream(Target(server.url, key), PATH, body, new_call())
+        assert caught.value.kind == kind
+        assert key not in caught.value.message
+
+
+def test_a_real_servers_stream_ends_cleanly(llama: LlamaServer) -> None:
+    body = b'{"messages":[{"role":"user","content":"hi"}],"stream":true}'
+    blocks = read_to_end(Upstream().open_stream(Target(llama.url), PATH, body, new_call()))
+    assert b"".join(blocks).endswith(b"data: [DONE]\n\n")
