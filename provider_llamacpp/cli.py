@@ -33,6 +33,14 @@ examples:
 """
 COMMANDS = {
     "chat": "stream one answer to the terminal",
+    "doctor": "check the whole path and say what to mend",
+    "status": "watch a running worker",
+    "models": "list what the server serves",
+    "embed": "vectors, or a table of similarities",
+    "count-tokens": "count the tokens of a prompt",
+    "bench": "measure this set-up, through the worker and beside it",
+    "local": "keep engine, router, llama-server and worker up on this machine",
+    "service": "print a systemd unit",
 }
 """Each is a module of :mod:`.commands`, imported only when the command line names it."""
 

@@ -122,7 +122,7 @@ class StreamRun:
         try:
             body = jsontext.dumpb(prepared.body)
         except ValueError as error:
-            raise ProviderError("permanent", f"the request {error}") from error
+            raise InvalidRequest(f"the request {error}") from error
         headers = {"traceparent": self._traceparent} if self._traceparent else {}
         call.phase = "waiting"
         with provider.upstream.open_stream(
