@@ -17,7 +17,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from . import payloads
+from . import payloads, queries
 from .bus import Function, Invocation
 from .calls import Call, CallRegistry
 from .convert import anthropic_count_body, count_body
@@ -192,8 +192,6 @@ class Handlers:
             call_log.info("%s model=%s seconds=%.3f failed: %s", name, call.model, seconds, failure)
 
     def _embed(self, data: object, call: Call) -> object:
-        from . import queries
-
         request = payloads.decode_embed(data)
         target, _ = self._provider.target(call)
         return queries.embed(self._provider.upstream, target, request.model, request.input, call)

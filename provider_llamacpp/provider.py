@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .calls import Call
 from .convert import Abilities
 from .errors import BusError, ProviderError
+from .queries import TokenCounter
 from .router import DEFAULT_MAX_TOKENS, RouterClient
 from .settings import Settings
 from .upstream import Target, Upstream, normalise_api_url
@@ -48,6 +49,7 @@ class Provider:
     ) -> None:
         self.id = settings.id
         self.upstream = upstream
+        self.counter = TokenCounter(upstream)
         self.discovery = discovery
         self.router = router
         self._settings = settings
