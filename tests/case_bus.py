@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from case_checks import problems
 from case_runner import (
@@ -36,14 +37,15 @@ FUNCTIONS = {
     f"provider::llamacpp::{name}"
     for name in ("stream", "abort", "embed", "count_tokens", "refresh_models", "on_router_ready")
 }
-ROWS, WIDTH = 64, 2048
-"""Of the embeddings whose answer (about 2.5 MB) is more than any socket buffers."""
-FILL, FLOOD = 32, 12
-"""Calls that fill the worker while the engine does not read, and calls on top of that."""
-STEADY = 16 * 2**20
+ROWS, WIDTH = 32, 2048
+"""Of the embeddings; an answer has about 1.2 MB, more than a socket buffers."""
+FILL, FLOOD = 48, 20
+"""Calls that (at most) fill the worker while the engine does not read, and calls on top of that."""
+STEADY = 12 * 2**20
 """Bytes by which those on top may still grow the process: half of what they would hold."""
 SETTINGS = {"bus-blocked-peer": {"max_streams": 4, "max_requests": 4}}
-"""Small limits, so that few calls fill the worker."""
+QUEUE_LIMIT = 2**20
+"""Small limits, so that few calls fill the worker and its bus connection."""
 
 
 class _Scene:
@@ -85,9 +87,9 @@ class _Scene:
         for stream in streams:
             assert stream.wait_for("text_delta", timeout=WAIT), stream.kinds
         stage.engine.pause_reading(NAME)
-        calls = self._flood(FILL)
+        calls = self._flood(FILL, until_full=True)
         before = memory()
-        calls += self._flood(FLOOD)
+        calls += self._flood(FLOOD, until_full=False)
         self.growth = memory() - before
         calls += self._abort_all(len(streams))
         self.reconnect()
@@ -96,15 +98,19 @@ class _Scene:
         for stream in streams:
             stream.settle()
 
-    def _flood(self, count: int) -> list[Future[Any]]:
-        stage, calls = self.stage, []
+    def _flood(self, most: int, *, until_full: bool) -> list[Future[Any]]:
+        """Ask for embeddings, each once the one before is under way, or obviously will not be."""
+        stage, calls, idle = self.stage, [], 0
         data = {"model": "m", "input": ["text"] * ROWS}
-        for _ in range(count):
+        while len(calls) < most and not (until_full and idle == 3):
             asked = len(stage.upstream.server.requests)
             calls.append(stage.caller.begin("provider::llamacpp::embed", data))
-            # One at a time as long as they are taken; later ones are refused, or wait.
-            with contextlib.suppress(AssertionError):
-                stage.upstream.server.wait_requests(asked + 1, 0.25)
+            try:
+                stage.upstream.server.wait_requests(asked + 1, 0.4 if until_full else 0.05)
+                idle = 0
+            except AssertionError:
+                idle += 1
+        assert idle, "the worker was never full"
         return calls
 
     def _abort_all(self, count: int) -> list[Future[Any]]:
@@ -220,6 +226,7 @@ def run_bus_case(case: Case, home: Path) -> list[str]:
     """What does not hold in a bus case, one sentence each; empty if all does."""
     found: list[str] = []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("provider_llamacpp.session.QUEUE_LIMIT", QUEUE_LIMIT))
         stage = Stage(case, home, stack, **SETTINGS.get(case["id"], {}))
         scene = _Scene(stage)
         for step in case["call"]["bus"]:

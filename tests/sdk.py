@@ -79,6 +79,9 @@ class Client(III):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
+        """Leave the bus and end the SDK's thread; idempotent."""
+        if self._loop.is_closed():
+            return
         self.shutdown()
         assert not self._thread.is_alive()
         self._loop.close()

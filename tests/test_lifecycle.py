@@ -5,6 +5,8 @@ Against the loopback engine as engines of 0.21, 0.23 and 0.25 behave, and a real
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import threading
 import time
@@ -88,13 +90,12 @@ class World:
 def world(request, tmp_path, monkeypatch):
     # The SDK leaves a note of each client in the home directory.
     monkeypatch.setenv("HOME", str(tmp_path))
-    import contextlib
 
     with contextlib.ExitStack() as stack:
         world = World(request.param, stack)
         yield world
         # What the real engine would have dropped in silence is a fault, whatever the test was.
-        assert world.engine.dropped == []
+        assert list(world.engine.dropped) == []
 
 
 @pytest.fixture
@@ -237,7 +238,9 @@ def test_abort_in_mid_stream(running, llama):
     wait_idle(llama, 5)
     assert stream.finish() == {"ok": True}
     assert not {"done", "error"} & set(stream.kinds)
-    assert LOOP.strip()[:3] in "".join(f.get("delta", "") for f in stream.frames)
+    said = "".join(frame.get("delta", "") for frame in stream.frames)
+    assert LOOP.strip() in said
+    assert len(said) < 8000  # a token has more characters than one: it was cut short
     assert stream.abort() == {"aborted": False}
     # The worker goes on.
     assert settled(running.stream())["stop_reason"] == "end"
@@ -247,12 +250,29 @@ def test_abort_of_nobody(running):
     assert running.call("abort", {"request_id": "unknown"}) == {"aborted": False}
 
 
-def test_a_caller_that_leaves_frees_the_server(running, llama):
-    stream = running.stream("forever", max_output_tokens=8000)
-    assert stream.wait_for("text_delta", 3)
-    stream.leave()
-    wait_idle(llama, 10)
-    assert stream.result.result(15) == {"ok": True}
+def test_a_caller_that_leaves_frees_the_server(world):
+    chunk = {"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": None}]}
+    endless = {
+        "script": [
+            {"headers": {"headers": {"content-type": "text/event-stream"}}},
+            {
+                "repeat": 10_000,
+                "steps": [{"send": f"data: {json.dumps(chunk)}\n\n"}, {"sleep_ms": 10}],
+            },
+        ]
+    }
+    listing = answer_json({"object": "list", "data": [{"id": "demo", "object": "model"}]})
+    routes = {"/v1/models": listing, "/v1/chat/completions": endless}
+    with ScriptedServer(routes=routes) as server:
+        world.store.config["api_url"] = server.url
+        router = world.router()
+        world.worker()
+        assert router.wait_for_calls("models::reconcile")
+        stream = world.stream()
+        assert stream.wait_for("text_delta", 3)
+        stream.leave()
+        assert server.client_closed.wait(10), "the server streams on for nobody"
+        assert stream.result.result(15) == {"ok": True}
 
 
 def test_embeds(running):
@@ -335,7 +355,10 @@ def test_a_router_that_restarts_with_its_record(running, caplog):
     assert router.calls["provider::register"][-1]["token"] == token
     assert router.rejections == 0
     assert running.token() == token
-    assert router.wait(lambda: router.bindings() == {"provider::llamacpp::on_router_ready": 1}, 30)
+    if running.engine.profile.parking:
+        # Older engines forget the binding with the router, which then finds us in the listing.
+        ready = {"provider::llamacpp::on_router_ready": 1}
+        assert router.wait(lambda: router.bindings() == ready, 30)
     assert settled(running.stream())["stop_reason"] == "end"
 
 
@@ -358,7 +381,11 @@ def test_a_lost_token_is_refused_loudly_until_the_router_forgets(running, caplog
     running.caller.call("state::delete", STATE)
     running.worker()
     assert router.wait(lambda: router.rejections >= 2)
-    words = [record.message for record in caplog.records if record.levelno >= logging.ERROR]
+    words = [
+        record.message
+        for record in caplog.records
+        if record.levelno >= logging.ERROR and record.name.startswith("provider_llamacpp")
+    ]
     assert len(words) >= 1
     assert "llamacpp" in words[0]
     assert "clear" in words[0] and "router" in words[0]
