@@ -209,14 +209,16 @@ def test_a_prompt_over_the_context(caller):
 def test_a_context_that_fills_up_is_warned_of(llama_factory):
     small = llama_factory("loop", ctx_size=512, parallel=1)
     with LocalStack(Settings(api_url=small.url)) as stack, Caller(stack.settings) as caller:
-        message = ask(caller, "hi", model="loop")
+        # The router asks for half the context at most, so the prompt must take the other half.
+        message = ask(caller, "x" * 350, model="loop")
         assert message["stop_reason"] == "length"
+        assert message["usage"]["input"] + message["usage"]["output"] == 512
         assert any("context" in warning for warning in message["warnings"])
 
 
 def test_options_reach_the_server(caller):
     message = ask(
-        caller, "hi", provider_options={"grammar": 'root ::= "exactly this"'}
+        caller, "hi", provider_options={"llamacpp": {"grammar": 'root ::= "exactly this"'}}
     )
     assert texts(message)["text"] == "exactly this"
 
