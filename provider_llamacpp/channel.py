@@ -1,0 +1,323 @@
+"""The write end of a stream's channel.
+
+A channel is dialled once and never again (engine protocol 7.2). Whatever shows that its reader has
+left (a failed or timed-out send, a Close, EOF or reset noticed by the watch) is the same event:
+the consumer is gone, the upstream work is to stop.
+
+Who runs what: the call's thread opens, sends and finishes; the watchdog's thread tries pings; the
+watch's thread reads; anyone may cut. The send lock serialises writers; whoever must not block only
+tries it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from . import frames
+from .calls import Call
+from .channelwatch import ChannelWatch
+from .errors import ConsumerGone, ProviderError
+from .link import Link, LinkError, tls_context
+
+if TYPE_CHECKING:
+    from websocket import WebSocket
+
+    from .payloads import WriterRef
+
+__all__ = ["Channel", "ChannelWatch", "channel_url", "connect"]
+
+LINGER = 0.010
+"""Seconds between the last frame and the Close: the engine reads on for so long (7.4)."""
+CLOSE_WAIT = 1.0
+"""Seconds for the engine to answer the Close (7.4)."""
+_PING = b'{"type":"ping"}'
+_MAX_INBOUND = 1024**2
+"""Nothing but control frames is expected; what else arrives is read and forgotten."""
+
+log = logging.getLogger(__name__)
+
+
+def channel_url(engine_url: str, ref: WriterRef, direction: Literal["read", "write"]) -> str:
+    """Where one end of a channel is: the engine's address with its query kept (7.2)."""
+    base = urlsplit(engine_url)
+    path = f"{base.path.rstrip('/')}/ws/channels/{quote(ref.channel_id, safe='')}"
+    query = f"key={quote(ref.access_key, safe='')}&dir={direction}"
+    if base.query:
+        query = f"{base.query}&{query}"
+    return urlunsplit((base.scheme, base.netloc, path, query, ""))
+
+
+def connect(
+    engine_url: str,
+    ref: WriterRef,
+    *,
+    direction: Literal["read", "write"],
+    token: str | None = None,
+    connect_timeout: float = 10.0,
+    ca_file: str | None = None,
+    client_cert: str | None = None,
+) -> WebSocket:
+    """One end of a channel as websocket-client's own object, its socket without a timeout.
+
+    :raises ConsumerGone: if the engine does not know the channel or its key
+    :raises ProviderError: if the engine cannot be reached or refuses otherwise
+    """
+    link = Link(
+        channel_url(engine_url, ref, direction),
+        token=token,
+        context=lambda: tls_context(ca_file, client_cert),
+    )
+    try:
+        socket = link.connect(connect_timeout)
+    except LinkError as error:
+        raise _refusal(error) from error
+    socket.settimeout(None)
+    return socket
+
+
+def _refusal(error: LinkError) -> ConsumerGone | ProviderError:
+    if error.status == 404:
+        return ConsumerGone("the engine knows no such channel, or its key is another (HTTP 404)")
+    kind: Literal["permanent", "transient"] = "transient"
+    if error.status is not None and 400 <= error.status < 500:
+        kind = "permanent"
+    return ProviderError(kind, f"the channel cannot be opened: {error}", status=error.status)
+
+
+class Channel:
+    """The write end of one channel; made by :meth:`open`.
+
+    :param link: connected
+    :param on_gone: called at most once, from any thread, when the reader is found to have left
+        before :meth:`finish`; must not block
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        watch: ChannelWatch,
+        on_gone: Callable[[], None],
+        *,
+        send_timeout: float = 60.0,
+        call: Call | None = None,
+    ) -> None:
+        self.sent = 0
+        """Frames handed to the socket so far, pings included."""
+        self._link = link
+        self._watch = watch
+        self._on_gone = [on_gone]  # popped by who calls it: atomic, so it is called once
+        self._send_timeout = send_timeout
+        self._call = call
+        self._keys = frames.KeyPool()
+        self._reader = frames.FrameReader(_MAX_INBOUND)
+        self._pongs: deque[bytes] = deque(maxlen=4)
+        self._lock = threading.Lock()
+        """The send lock; guards the link's sending side, the keys and the two flags."""
+        self._finished = False
+        self._gone = False
+        self._ended = threading.Event()
+        """Set once the other end has closed."""
+
+    @classmethod
+    def open(
+        cls,
+        engine_url: str,
+        writer: WriterRef,
+        *,
+        token: str | None = None,
+        connect_timeout: float = 10.0,
+        send_timeout: float = 60.0,
+        ca_file: str | None = None,
+        client_cert: str | None = None,
+        watch: ChannelWatch,
+        on_gone: Callable[[], None],
+        call: Call | None = None,
+    ) -> Channel:
+        """Dial once.
+
+        :param call: an abort of it ends the attempt, and later a send that waits for a reader
+            who does not read (not so when the worker stops: the last frame is still to go out)
+        :raises ConsumerGone: if the engine does not know the channel or its key
+        :raises ProviderError: if the engine cannot be reached or refuses otherwise
+        :raises Interrupted: if ``call`` was aborted
+        """
+        link = Link(
+            channel_url(engine_url, writer, "write"),
+            token=token,
+            context=lambda: watch.tls_context(ca_file, client_cert),
+        )
+        try:
+            with call.interruptible(link.cut) if call is not None else nullcontext():
+                link.connect(connect_timeout)
+        except LinkError as error:
+            if call is not None:
+                call.check()
+            raise _refusal(error) from error
+        channel = cls(link, watch, on_gone, send_timeout=send_timeout, call=call)
+        try:
+            if call is not None:
+                call.add_waker(channel._aborted)
+        except BaseException:
+            link.close()
+            raise
+        watch.add(link, channel._readable)
+        return channel
+
+    # -- the call's thread ----------------------------------------------------------------
+
+    def send(self, events: Sequence[bytes]) -> None:
+        """Send each event as a text frame, all in one system call if there is room.
+
+        :raises ConsumerGone: if the reader has left, or read nothing for the send timeout
+        :raises ProviderError: ``permanent`` if an event is longer than a frame may be (16 MiB);
+            the events before it went out, and the channel can still be finished
+        """
+        if not events:
+            return
+        with self._lock:
+            if self._finished or self._gone:
+                raise ConsumerGone("the channel is closed")
+            try:
+                data = frames.text_frames(events, self._keys.take)
+            except frames.OversizedFrame as error:
+                if before := events[: error.index]:
+                    self._send(frames.text_frames(before, self._keys.take), error.index)
+                raise ProviderError("permanent", f"an event cannot be sent: {error}") from error
+            self._send(data, len(events))
+        if self._pongs:
+            self._answer_pings()
+
+    def finish(self, events: Sequence[bytes] = ()) -> None:
+        """Send the last events, close and release everything; idempotent, raises nothing.
+
+        Events that cannot be delivered any more, or are longer than a frame may be, are dropped.
+        """
+        with self._lock:
+            if self._finished:
+                return
+            self._finished = True
+            if not self._gone:
+                self._say_last(events)
+        if not self._gone and not self._ended.wait(LINGER):
+            with self._lock:
+                self._try(frames.close_frame(self._keys.take(4)), CLOSE_WAIT)
+            if self._watch.running:
+                self._ended.wait(CLOSE_WAIT)
+        if self._call is not None:
+            self._call.remove_waker(self._aborted)
+        self._watch.remove(self._link)
+        self._link.close()
+
+    def _say_last(self, events: Sequence[bytes]) -> None:
+        fitting = [each for each in events if len(each) <= frames.MAX_FRAME]
+        if len(fitting) < len(events):
+            log.error("an event of more than %d bytes was dropped", frames.MAX_FRAME)
+        if fitting:
+            data = frames.text_frames(fitting, self._keys.take)
+            if self._try(data, self._send_timeout):
+                self.sent += len(fitting)
+
+    def _send(self, data: bytes, count: int) -> None:
+        """Needs the lock."""
+        if not self._try(data, self._send_timeout):
+            raise ConsumerGone("the channel's reader has left or does not read")
+        self.sent += count
+
+    def _try(self, data: bytes, timeout: float) -> bool:
+        """Needs the lock. After a failure half a frame may be out, so nothing may follow."""
+        try:
+            self._link.send(data, timeout)
+        except LinkError as error:
+            log.debug("a channel's reader is gone: %s", error)
+            self._gone = True
+            self._link.cut()
+            return False
+        return True
+
+    # -- the watchdog's thread ------------------------------------------------------------
+
+    def try_ping(self) -> bool:
+        """Send the ``ping`` event, unless someone is sending, the reader is slow or it is over.
+
+        Never blocks.
+
+        :returns: whether it was sent
+        """
+        sent = self._offer(lambda: frames.text_frames([_PING], os.urandom), 1)
+        self._answer_pings()
+        return sent
+
+    def _offer(self, make: Callable[[], bytes], events: int) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._finished or self._gone or not self._link.offer(make()):
+                return False
+            self.sent += events
+            return True
+        except LinkError as error:
+            log.debug("a channel's reader is gone: %s", error)
+        finally:
+            self._lock.release()
+        self._lost()
+        return False
+
+    # -- the watch's thread ---------------------------------------------------------------
+
+    def _readable(self) -> bool:
+        """Take what has arrived; False once nothing more will."""
+        try:
+            still_open = self._drain()
+        except (LinkError, frames.FrameError) as error:
+            log.debug("a channel ended: %s", error)
+            still_open = False
+        if still_open:
+            self._answer_pings()
+        else:
+            self._lost()
+        return still_open
+
+    def _drain(self) -> bool:
+        while (data := self._link.receive(4096)) is not None:
+            if not data:
+                return False
+            for opcode, payload in self._reader.feed(data):
+                if opcode == frames.CLOSE:
+                    return False
+                if opcode == frames.PING:
+                    self._pongs.append(payload)
+        return True
+
+    # -- any thread -----------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """End the connection now; a blocked send wakes and raises ``ConsumerGone``."""
+        self._gone = True
+        self._link.cut()
+
+    def _aborted(self) -> None:
+        if self._call is not None and self._call.reason != "stop":
+            self._link.interrupt()
+
+    def _lost(self) -> None:
+        self._gone = True
+        self._ended.set()
+        if not self._finished and self._on_gone:
+            try:
+                on_gone = self._on_gone.pop()
+            except IndexError:  # pragma: no cover (another thread was faster)
+                return
+            on_gone()
+
+    def _answer_pings(self) -> None:
+        """Answer pings of the WebSocket layer, unless a sender is at it: it calls here then."""
+        while self._pongs:
+            if not self._offer(lambda: frames.pong_frame(os.urandom(4), self._pongs.popleft()), 0):
+                return
