@@ -18,6 +18,7 @@ _LINE_LIMIT = 4096
 _TRAILER_LIMIT = 64
 """Trailer lines behind the last chunk."""
 _CHUNK_LIMIT = 1 << 40
+_SIZES_KEPT = 256
 _HEX = frozenset(b"0123456789abcdefABCDEF")
 
 
@@ -74,70 +75,90 @@ class Dechunker:
         self.complete = False
         self._left = 0
         """Bytes of the current chunk's data still to come."""
-        self._rest = b""
-        """An unfinished line: a chunk size, the line end behind a chunk, or a trailer."""
-        self._first = True
+        self._behind = False
+        """The line end behind the data of a chunk is due."""
         self._trailers = -1
         """Trailer lines seen; -1 before the last chunk."""
+        self._rest = b""
+        """The beginning of a line whose end has not come."""
+        self._sizes: dict[bytes, int] = {}
+        """Chunk headers read before: the events of a stream have few different lengths."""
 
     def feed(self, raw: bytes) -> bytes:
         """:raises FramingError: if the bytes are not in chunked coding"""
-        if self.complete:
-            return b""
         if self._rest:
             raw = self._rest + raw
             self._rest = b""
         found: list[bytes] = []
         at = 0
         end = len(raw)
-        while at < end:
+        while at < end and not self.complete:
             if self._left:
                 stop = min(at + self._left, end)
                 found.append(raw[at:stop])
                 self._left -= stop - at
+                self._behind = not self._left
                 at = stop
                 continue
-            at = self._line(raw, at)
-            if at < 0:
+            if self._behind:
+                if raw[at:] == b"\r":
+                    self._rest = b"\r"
+                    break
+                at = _past_line_end(raw, at)
+                self._behind = False
+                continue
+            stop = raw.find(b"\r\n", at)
+            if stop < 0:
+                self._rest = _bounded(raw[at:])
                 break
+            line = raw[at:stop]
+            at = stop + 2
+            if self._trailers >= 0:
+                self._trailer(line)
+                continue
+            size = self._size(line)
+            stop = at + size
+            # The usual case: all of a chunk is here.
+            if size and stop + 2 <= end:
+                found.append(raw[at:stop])
+                at = _past_line_end(raw, stop)
+            else:
+                self._left = size
         return found[0] if len(found) == 1 else b"".join(found)
 
-    def _line(self, raw: bytes, at: int) -> int:
-        """Take one size or trailer line at ``at``; where it ends, or -1 for no more now."""
-        start = at
-        if not self._first and self._trailers < 0:
-            # The data of a chunk is followed by a line end of its own.
-            mark = raw[at : at + 2]
-            if not b"\r\n".startswith(mark):
-                raise FramingError("a chunk of the body is longer than it says")
-            start = at + 2
-        stop = raw.find(b"\r\n", start)
-        if stop < 0:
-            if len(raw) - start > _LINE_LIMIT:
-                raise FramingError("a chunk header of the body has no end")
-            self._rest = raw[at:]
-            return -1
-        line = raw[start:stop]
-        if self._trailers >= 0:
-            self._trailer(line)
-            return -1 if self.complete else stop + 2
-        self._left = _chunk_size(line)
-        self._first = False
-        if not self._left:
-            self._trailers = 0
-        return stop + 2
+    def _size(self, line: bytes) -> int:
+        size = self._sizes.get(line)
+        if size is None:
+            size = _chunk_size(line)
+            if not size:
+                self._trailers = 0
+            elif len(self._sizes) < _SIZES_KEPT:
+                self._sizes[line] = size
+        return size
 
     def _trailer(self, line: bytes) -> None:
         self._trailers += 1
-        self.complete = not line
-        if len(line) > _LINE_LIMIT or self._trailers > _TRAILER_LIMIT:
+        self.complete = not _bounded(line)
+        if self._trailers > _TRAILER_LIMIT:
             raise FramingError("the trailer of the body has no end")
 
 
+def _past_line_end(raw: bytes, at: int) -> int:
+    if not raw.startswith(b"\r\n", at):
+        raise FramingError("a chunk of the body is longer than it says")
+    return at + 2
+
+
+def _bounded(line: bytes) -> bytes:
+    if len(line) > _LINE_LIMIT:
+        raise FramingError("a line of the body's framing has no end")
+    return line
+
+
 def _chunk_size(line: bytes) -> int:
-    digits = line.split(b";", 1)[0].strip(b" \t")
+    digits = _bounded(line).split(b";", 1)[0].strip(b" \t")
     # int() alone would take "+5", "-5" and "1_0" too.
-    if not digits or not _HEX.issuperset(digits) or len(line) > _LINE_LIMIT:
+    if not digits or not _HEX.issuperset(digits):
         raise FramingError(f"not a chunk size: {line[:32]!r}")
     size = int(digits, 16)
     if size > _CHUNK_LIMIT:

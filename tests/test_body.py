@@ -62,6 +62,13 @@ def test_one_chunk_is_handed_on() -> None:
     assert Dechunker().feed(b"3\r\nabc\r\n") == b"abc"
 
 
+def test_a_body_of_ever_new_chunk_sizes_takes_bounded_memory() -> None:
+    body = Dechunker()
+    for size in range(1, 600):
+        assert body.feed(b"%x\r\n%s\r\n" % (size, b"x" * size)) == b"x" * size
+    assert len(body._sizes) < 300
+
+
 def test_bytes_behind_the_end_are_dropped() -> None:
     body = Dechunker()
     assert body.feed(b"1\r\na\r\n0\r\n\r\nHTTP/1.1 200 OK") == b"a"
