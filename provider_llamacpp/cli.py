@@ -17,6 +17,7 @@ from .errors import FatalError, ProviderLlamacppError, SettingsError
 from .settings import DEFAULT_URL, Settings, from_environment
 
 if TYPE_CHECKING:
+    from .notify import Notifier
     from .worker import ProviderWorker
 
 PROGRAM = "provider-llamacpp"
@@ -176,6 +177,7 @@ def run_worker(settings: Settings) -> int:
     from queue import SimpleQueue
 
     from .logs import set_up
+    from .notify import Notifier
     from .worker import ProviderWorker
 
     set_up(settings.log_level, settings.log_json)
@@ -189,10 +191,10 @@ def run_worker(settings: Settings) -> int:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, frame: signals.put(number))
     worker.start()
-    return _wait(worker, signals)
+    return _wait(worker, signals, Notifier(os.environ))
 
 
-def _wait(worker: ProviderWorker, signals: Any) -> int:
+def _wait(worker: ProviderWorker, signals: Any, notifier: Notifier) -> int:
     """First signal: drain. Second: cut. Exit code 0 for both, 1 if the worker cannot go on."""
     import threading
     from queue import Empty
@@ -202,14 +204,18 @@ def _wait(worker: ProviderWorker, signals: Any) -> int:
         try:
             signals.get(timeout=0.5)
         except Empty:
+            connected = worker.wait_connected(0)
+            status = "serving" if connected else "the engine is not reached"
+            notifier.tick(ready=connected, alive=worker.alive, status=status)
             try:
                 if worker.wait(0.01):
                     return 0
             except FatalError as error:
-                print(f"{PROGRAM}: {error}", file=sys.stderr)
+                print(f"{PROGRAM}: {error} (--id names this one)", file=sys.stderr)
                 return 1
             continue
         if stopping is None:
+            notifier.stopping()
             stopping = threading.Thread(target=worker.stop, name="stop")
             stopping.start()
         else:

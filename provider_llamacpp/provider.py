@@ -152,6 +152,11 @@ class Provider:
         if self._thread is not None:
             self._thread.join(timeout)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the keeper runs."""
+        return self._thread is not None and self._thread.is_alive()
+
     def router_ready(self) -> None:
         """The router (re)started, or the bus did: declare again, then refresh. Returns at once."""
         self.router.forget()

@@ -44,6 +44,11 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(timeout)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
     def _run(self) -> None:
         tick = min(TICK, self._ping_interval / 4)
         while not self._stop.wait(tick):

@@ -215,6 +215,11 @@ class ProviderWorker:
         """Wait for the engine; False if it was not reached within ``timeout`` seconds."""
         return self._engine.wait_connected(timeout)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the threads that must always run do."""
+        return self._provider.alive and self._watchdog.alive and not self._engine.wait_ended(0)
+
     def wait_ready(self, timeout: float) -> bool:
         """Wait until the router took our declaration and catalog; False after ``timeout`` s."""
         return self._provider.ready.wait(timeout)

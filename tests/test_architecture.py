@@ -11,7 +11,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "provider_llamacpp"
 
 LAYERS = [
     {"_version", "errors"},
-    {"settings", "jsontext", "logs"},
+    {"settings", "jsontext", "logs", "notify"},
     {"arguments", "names", "frames", "body", "schemas"},
     {"payloads", "classify", "sse"},
     {"rows"},
