@@ -153,12 +153,7 @@ class Assembler:
                 body = block[start:stop]
                 turn = self._turn
                 size = turn.size + len(body)
-                if (
-                    body
-                    and size <= turn.mark
-                    and plain(body)
-                    and (body.isascii() or is_utf8(body))
-                ):
+                if body and size <= turn.mark and plain(body) and (body.isascii() or is_utf8(body)):
                     turn.size = size
                     pieces.append(body)
                     return [frame % body]
@@ -269,7 +264,7 @@ class Assembler:
             self._skip -= 1
             return
         leaf = leaf_of(chunk)
-        if leaf is None or block.slices.waiting:
+        if leaf is None or block.slices.waiting or self._fits(payload):
             return
         # Where a server adds timings every chunk is different: trying must not cost much then.
         count = block.slices.count
@@ -285,6 +280,15 @@ class Assembler:
             self._template = _Template(
                 before, behind, len(before), -len(behind), frame, block.slices.pieces
             )
+
+    def _fits(self, payload: bytes) -> bool:
+        """The template is right: only the form of the text had ``payload`` go the long way."""
+        template = self._template
+        return (
+            template is not None
+            and payload.startswith(template.before[len(_DATA) :])
+            and payload.endswith(template.behind[: -len(_BORDER)])
+        )
 
     def _stray(self, stray: Stray) -> None:
         turn = self._turn

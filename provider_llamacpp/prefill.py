@@ -19,10 +19,6 @@ class Echo:
         self._owed = prefill
         self._held = ""
 
-    def __bool__(self) -> bool:
-        """Whether more of it is expected."""
-        return bool(self._owed)
-
     def strip(self, text: str) -> str:
         """What of ``text``, the next of the answer, is new.
 
@@ -42,7 +38,10 @@ class Echo:
                 return ""
             core = form.rstrip()
             if core and seen.startswith(core):
-                return self._settle(seen[_common(seen, form) :])
+                rest, blank = seen[len(core) :], form[len(core) :]
+                while blank and rest.startswith(blank[0]):
+                    rest, blank = rest[1:], blank[1:]
+                return self._settle(rest)
         return self._settle(seen)
 
     def release(self) -> str:
@@ -57,12 +56,3 @@ class Echo:
     def _settle(self, rest: str) -> str:
         self._owed = self._held = ""
         return rest
-
-
-def _common(one: str, other: str) -> int:
-    length = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        length += 1
-    return length

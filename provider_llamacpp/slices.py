@@ -67,14 +67,15 @@ class Slices:
 
     def compact(self) -> None:
         """Make one piece of the newest ones: a hundred thousand small objects are costly."""
+        if not self.pieces:
+            return
         self._counted += len(self.pieces)
         self._chunks.append(b"".join(self.pieces))
         self.pieces.clear()
 
     def joined(self) -> bytes:
         """The whole text as JSON has it between quotes."""
-        if self.pieces:
-            self.compact()
+        self.compact()
         if len(self._chunks) > 1:
             self._chunks = [b"".join(self._chunks)]
         return self._chunks[0] if self._chunks else b""

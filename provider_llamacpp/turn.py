@@ -105,8 +105,8 @@ class Turn:
         """``size`` more bytes of content are there."""
         self.size += size
         if self.size > self.mark:
-            if self.open is not None:
-                self.open.slices.compact()
+            assert self.open is not None, "only an open block grows"
+            self.open.slices.compact()
             self.mark = min(self.size + _STEP, MAX_CONTENT)
             if self.size > MAX_CONTENT:
                 limit = MAX_CONTENT >> 20
