@@ -12,12 +12,15 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "provider_llamacpp"
 LAYERS = [
     {"_version", "errors"},
     {"settings", "jsontext", "logs", "notify"},
-    {"arguments", "names", "frames", "body", "schemas"},
-    {"payloads", "classify", "sse"},
-    {"rows"},
-    {"convert"},
-    {"toolcalls", "snapshot", "catalog"},
+    {"arguments", "names", "frames", "body", "delays", "prefill", "slices", "schemas"},
+    {"address", "payloads", "classify", "sse", "records"},
+    {"rows", "toolcalls"},
+    {"convert", "snapshot", "template"},
+    {"catalog", "turn"},
     {"assembler", "calls"},
+    {"dialing", "link", "wire"},
+    {"session", "channelwatch", "invocations", "registrations"},
+    {"conversation"},
     {"upstream", "channel", "bus"},
     {"router", "queries", "discovery"},
     {"provider"},
@@ -27,7 +30,7 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-"""A module imports from earlier lines; within a line only where it is listed here."""
+"""A module imports from earlier lines, or from its own."""
 
 EDGES = {"upstream", "channel", "bus"}
 
