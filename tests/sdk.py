@@ -125,7 +125,14 @@ class _Bindings(TriggerHandler[Any]):
 class Router:
     """The provider-facing half of llm-router, as a worker made with the SDK."""
 
-    def __init__(self, url: str, store: Store | None = None, *, announce: bool = True) -> None:
+    def __init__(
+        self,
+        url: str,
+        store: Store | None = None,
+        *,
+        announce: bool = True,
+        namespace: str | None = None,
+    ) -> None:
         self.store = store or Store()
         self.calls: dict[str, list[Json]] = defaultdict(list)
         """Payloads, by the last part of the function's id."""
@@ -135,7 +142,7 @@ class Router:
         self.rejections = 0
         self._changed = threading.Condition()
         self._bindings: dict[str, TriggerConfig[Any]] = {}
-        self.client = Client(url, "llm-router")
+        self.client = Client(url, "llm-router", namespace=namespace)
         for suffix, handler in {
             "provider::register": self._register,
             "provider::resolve": self._resolve,

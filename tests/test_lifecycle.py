@@ -1,131 +1,25 @@
-"""The whole life of the worker, with the official ``iii-sdk`` as router and caller.
+"""The life of the worker on the bus, with the official ``iii-sdk`` as router and caller.
 
 Against the loopback engine as engines of 0.21, 0.23 and 0.25 behave, and a real llama-server.
 """
 
+# ruff: noqa: F811 (fixtures are imported and then named as arguments)
+
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import threading
-import time
 
 import pytest
-import requests
 from iii import InvocationError
-from laws import check_frames
-from peers import ScriptedServer, answer_json
+from peers import free_port
 from sdk import Client, Router, Store, Stream
+from world import FUNCTIONS, STATE, ask, new_world, running, settled, wait_idle, world  # noqa: F401
 
-from provider_llamacpp import ProviderWorker, Settings
 from provider_llamacpp.errors import FatalError
 from provider_llamacpp.local.engine import LoopbackEngine
-from provider_llamacpp.local.model import CITY, LOOP, SENTENCE, THOUGHT, TOOL_NAME
+from provider_llamacpp.local.model import SENTENCE
 
 pytestmark = pytest.mark.timeout(120)
-
-PROFILES = ["0.21", "0.23", "0.25"]
-FUNCTIONS = ["abort", "count_tokens", "embed", "on_router_ready", "refresh_models", "stream"]
-STATE = {"scope": "provider-llamacpp", "key": "registration_token"}
-WEATHER = {
-    "name": "weather__eu::get_weather",
-    "description": "The weather of a city",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-    },
-}
-
-
-def says(text):
-    return {"role": "user", "content": [{"type": "text", "text": text}], "timestamp": 1}
-
-
-def ask(text="hi", **more):
-    """A stream's payload as the router sends it."""
-    return {"model": "demo", "messages": [says(text)], "max_output_tokens": 200, **more}
-
-
-class World:
-    """Engine and SDK roles of one test; everything ends with it."""
-
-    def __init__(self, profile, stack):
-        self._stack = stack
-        self.frames = []
-        self.engine = stack.enter_context(
-            LoopbackEngine(
-                profile=profile, on_frame=lambda peer, frame: self.frames.append((peer, frame))
-            )
-        )
-        self.caller = stack.enter_context(Client(self.engine.url, "caller"))
-        self.store = Store()
-
-    def router(self, **options):
-        return self._stack.enter_context(Router(self.engine.url, self.store, **options))
-
-    def worker(self, **settings):
-        worker = ProviderWorker(Settings(url=self.engine.url, drain=0.0, **settings))
-        worker.start()
-        self._stack.callback(worker.stop, 0.0)
-        return worker
-
-    def call(self, function, payload=None, provider="llamacpp"):
-        return self.caller.call(f"provider::{provider}::{function}", payload or {})
-
-    def stream(self, *args, **more):
-        return Stream(self.caller, ask(*args, **more))
-
-    def token(self):
-        return self.caller.call("state::get", STATE)
-
-    def declared(self):
-        """Until the worker can be called."""
-        for name in FUNCTIONS:
-            assert self.engine.wait_for_function(f"provider::llamacpp::{name}")
-
-
-@pytest.fixture(params=PROFILES)
-def world(request, tmp_path, monkeypatch):
-    # The SDK leaves a note of each client in the home directory.
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-    with contextlib.ExitStack() as stack:
-        world = World(request.param, stack)
-        yield world
-        # What the real engine would have dropped in silence is a fault, whatever the test was.
-        assert list(world.engine.dropped) == []
-
-
-@pytest.fixture
-def running(world, llama):
-    """Router and worker are up, and the catalog is told."""
-    world.store.config["api_url"] = f"{llama.url}/v1/chat/completions"
-    world.live_router = world.router()
-    world.live_worker = world.worker()
-    assert world.live_router.wait_for_calls("models::reconcile")
-    world.declared()
-    return world
-
-
-def settled(stream):
-    """The stream's message, after its end and its frames were found lawful."""
-    assert stream.finish() == {"ok": True}
-    check_frames([text.encode() for text in stream.texts])
-    return stream.terminal
-
-
-def wait_idle(llama, seconds):
-    """Seconds until no slot of the server computes; fails after ``seconds``."""
-    began = time.monotonic()
-    while True:
-        slots = requests.get(f"{llama.url}/slots", timeout=10).json()
-        took = time.monotonic() - began
-        if not any(slot["is_processing"] for slot in slots):
-            return took
-        assert took < seconds, slots
-        threading.Event().wait(0.02)
 
 
 # --- declaring -------------------------------------------------------------------------------
@@ -195,153 +89,34 @@ def test_every_function_is_published_with_its_schemas(running):
         assert info["response_format"]["type"] == "object"
 
 
-# --- calls -----------------------------------------------------------------------------------
-
-
-def test_streams_text(running):
-    stream = running.stream()
-    message = settled(stream)
-    assert message["content"] == [{"type": "text", "text": SENTENCE}]
-    assert message["stop_reason"] == "end"
-    assert message["model"] == "demo"
-    assert message["provider"] == "llamacpp"
-    assert message["usage"]["output"] > 0
-    deltas = [frame["delta"] for frame in stream.frames if frame["type"] == "text_delta"]
-    assert "".join(deltas) == SENTENCE
-    assert len(deltas) > 5
-    kinds = [kind for kind in stream.kinds if kind not in ("text_delta", "usage", "ping")]
-    assert kinds == ["start", "text_start", "text_end", "stop", "done"]
-
-
-def test_streams_a_thought(running):
-    message = settled(running.stream(thinking_level="medium"))
-    assert message["content"] == [
-        {"type": "thinking", "text": THOUGHT},
-        {"type": "text", "text": SENTENCE},
-    ]
-
-
-def test_streams_a_call(running):
-    stream = running.stream("How is the weather?", tools=[WEATHER | {"name": TOOL_NAME}])
-    message = settled(stream)
-    (call,) = message["content"]
-    assert call.pop("id")
-    assert call == {"type": "function_call", "function_id": TOOL_NAME, "arguments": {"city": CITY}}
-    assert message["stop_reason"] == "function_call"
-    assert message["native_stop_reason"] == "tool_calls"
-
-
-def test_abort_in_mid_stream(running, llama):
-    stream = running.stream("forever", resolution_key="turn-1", max_output_tokens=8000)
-    assert stream.wait_for("text_delta", 3)
-    assert stream.abort() == {"aborted": True}
-    wait_idle(llama, 5)
-    assert stream.finish() == {"ok": True}
-    assert not {"done", "error"} & set(stream.kinds)
-    said = "".join(frame.get("delta", "") for frame in stream.frames)
-    assert LOOP.strip() in said
-    assert len(said) < 8000  # a token has more characters than one: it was cut short
-    assert stream.abort() == {"aborted": False}
-    # The worker goes on.
-    assert settled(running.stream())["stop_reason"] == "end"
-
-
-def test_abort_of_nobody(running):
-    assert running.call("abort", {"request_id": "unknown"}) == {"aborted": False}
-
-
-def test_a_caller_that_leaves_frees_the_server(world):
-    chunk = {"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": None}]}
-    endless = {
-        "script": [
-            {"headers": {"headers": {"content-type": "text/event-stream"}}},
-            {
-                "repeat": 10_000,
-                "steps": [{"send": f"data: {json.dumps(chunk)}\n\n"}, {"sleep_ms": 10}],
-            },
-        ]
-    }
-    listing = answer_json({"object": "list", "data": [{"id": "demo", "object": "model"}]})
-    routes = {"/v1/models": listing, "/v1/chat/completions": endless}
-    with ScriptedServer(routes=routes) as server:
-        world.store.config["api_url"] = server.url
-        router = world.router()
-        world.worker()
-        assert router.wait_for_calls("models::reconcile")
-        stream = world.stream()
-        assert stream.wait_for("text_delta", 3)
-        stream.leave()
-        assert server.client_closed.wait(10), "the server streams on for nobody"
-        assert stream.result.result(15) == {"ok": True}
-
-
-def test_embeds(running):
-    answer = running.call("embed", {"model": None, "input": ["a", "bb", "a"]})
-    first, second, third = answer["embeddings"]
-    assert len(first) == len(second) > 1
-    assert first == pytest.approx(third)
-    assert first != pytest.approx(second)
-    assert answer["model"]
-
-
-def test_counts_what_a_stream_is_charged(running):
-    question = ask("How is the weather?", system_prompt="Be brief.", tools=[WEATHER])
-    message = settled(Stream(running.caller, question))
-    counted = running.call(
-        "count_tokens", {k: question[k] for k in ("model", "messages", "system_prompt", "tools")}
-    )
-    assert counted == {
-        "model": "demo",
-        "tokens": message["usage"]["input"],
-        "estimator": "metered",
-    }
-
-
-def test_refresh_models(running):
-    told = len(running.live_router.calls["models::reconcile"])
-    assert running.call("refresh_models") == {"ok": True, "count": 1}
-    assert len(running.live_router.calls["models::reconcile"]) > told
-
-
-def test_on_router_ready_answers_at_once_and_declares_again(running):
-    router = running.live_router
-    declared = len(router.calls["provider::register"])
-    assert running.call("on_router_ready") == {"ok": True}
-    assert router.wait_for_calls("provider::register", declared + 1)
-    last = router.calls["provider::register"][-1]
-    assert last["token"] == running.token()
-    # A declaration without the list would erase it.
-    assert last["default_models"] == ["demo"]
-
-
-def test_a_payload_that_cannot_be_read(running):
-    with pytest.raises(InvocationError) as caught:
-        running.call("stream", {"model": "demo"})
-    assert caught.value.code == "provider/invalid_request"
-    assert "writer_ref" in caught.value.message
-    with pytest.raises(InvocationError) as caught:
-        running.call("embed", {"input": []})
-    assert caught.value.code == "provider/invalid_request"
-    assert "input" in caught.value.message
-
-
-def test_a_server_that_fails(world):
-    loading = {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}
-    with ScriptedServer(answer_json(loading, 503)) as server:
-        world.store.config["api_url"] = server.url
-        router = world.router()
-        world.worker()
+def test_a_namespace_of_its_own(new_world, llama):
+    world = new_world(namespace="lab")
+    world.store.config["api_url"] = llama.url
+    router = world.router()
+    world.worker()
+    assert router.wait_for_calls("models::reconcile")
+    if world.engine.profile.namespaces:
         world.declared()
-        assert router.wait_for_calls("provider::register")
-        stream = world.stream()
-        message = settled(stream)
-        assert stream.kinds == ["error"]
-        assert message["error_kind"] == "transient"
-        assert "Loading model" in message["error_message"]
-        with pytest.raises(InvocationError) as caught:
-            world.call("refresh_models")
-        assert caught.value.code == "provider/upstream_unavailable"
-        assert "models::reconcile" not in router.calls
+        assert world.engine.functions().keys() & {"provider::llamacpp::stream"} == set()
+        assert router.wait(lambda: router.bindings() != {})
+    assert settled(world.stream())["content"] == [{"type": "text", "text": SENTENCE}]
+    # The state lives in ``default``, whoever asks.
+    assert world.engine.call("state::get", STATE) is not None
+
+
+def test_an_engine_that_asks_for_a_token(new_world, llama, monkeypatch, caplog):
+    monkeypatch.setenv("III_TOKEN", "let-me-in")
+    world = new_world(token="let-me-in")
+    world.store.config["api_url"] = llama.url
+    router = world.router()
+    world.worker(token="let-me-in")
+    assert router.wait_for_calls("models::reconcile")
+    assert settled(world.stream())["content"] == [{"type": "text", "text": SENTENCE}]
+    assert not any(
+        "let-me-in" in record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("provider_llamacpp")
+    )
 
 
 # --- restarts --------------------------------------------------------------------------------
@@ -436,6 +211,21 @@ def test_a_stream_outlives_the_control_socket(running, llama):
     assert stream.wait(lambda: stream.ended)
     assert not {"done", "error"} & set(stream.kinds)
     assert stream.abort() == {"aborted": False}
+
+
+def test_an_engine_that_starts_after_the_worker(world, llama):
+    world.store.config["api_url"] = llama.url
+    port = free_port()
+    with LoopbackEngine(port=port, profile=world.engine.profile.name) as first:
+        url = first.url
+    worker = world.worker(url=url)
+    assert not worker.wait_connected(0.3)
+    with LoopbackEngine(port=port, profile=world.engine.profile.name) as engine:
+        with Router(url, world.store) as router:
+            assert router.wait_for_calls("models::reconcile", 1, 30)
+            assert engine.wait_for_function("provider::llamacpp::stream")
+        worker.stop(0.0)
+        assert list(engine.dropped) == []
 
 
 # --- conflicts -------------------------------------------------------------------------------
