@@ -33,12 +33,10 @@ def comes_from_here(headers: Headers, mine: Collection[str]) -> bool:
     return all(urlsplit(origin).netloc in mine for origin in headers.get_all("Origin"))
 
 
-def bears(request: Request | None, token: str | None) -> bool:
+def bears(request: Request, token: str | None) -> bool:
     """Whether a handshake shows the token, as a bearer or as ``?token=`` (engine protocol 1.2)."""
     if token is None:
         return True
-    if request is None:
-        return False
     header = request.headers.get("Authorization", "")
     given = [
         header.removeprefix("Bearer "),

@@ -259,14 +259,17 @@ class BusClient:
             if known is None:
                 raise BusError("function_not_found", f"no function {frame['function_id']!r}")
             data = frame.get("data")
-            answer["result"] = known[0](data if isinstance(data, dict) else {})
+            result = known[0](data if isinstance(data, dict) else {})
+            text = jsontext.dumps({**answer, "result": result})
         except BusError as error:
-            answer["error"] = {"code": error.code, "message": error.message}
+            failure = {"code": error.code, "message": error.message}
+            text = jsontext.dumps({**answer, "error": failure})
         except Exception as error:
             log.exception("%s failed", frame["function_id"])
-            answer["error"] = {"code": "invocation_failed", "message": f"handler error: {error}"}
+            failure = {"code": "invocation_failed", "message": f"handler error: {error}"}
+            text = jsontext.dumps({**answer, "error": failure})
         try:
-            self._send(answer)
+            self._send_text(text)
         except BusError:
             pass  # the caller's engine is gone, and the call with it
 
@@ -353,18 +356,21 @@ class BusClient:
         return len(bindings)
 
     def _send(self, frame: Frame) -> None:
+        self._send_text(jsontext.dumps(frame))
+
+    def _send_text(self, text: str) -> None:
         connection = self._connection
         try:
             if connection is None:
                 raise BusError("disconnected", "not connected to the engine")
-            connection.send(jsontext.dumps(frame))
+            connection.send(text)
         except ConnectionClosed as error:
             raise BusError("disconnected", "the connection to the engine ended") from error
 
     # --- channels ------------------------------------------------------------------------------
 
     def open_channel(self, ref: Frame, direction: str) -> ClientConnection:
-        """Take one end of a channel; there is one try (engine protocol 7.2).
+        """Take one end of a channel, to be used as a context; there is one try (7.2).
 
         :raises BusError: ``channel_unavailable``
         """

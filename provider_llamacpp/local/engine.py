@@ -230,7 +230,8 @@ class LoopbackEngine:
 
     def drop_channels(self) -> None:
         """Cut the sockets of every channel end."""
-        for end in self._snapshot(self._ends):
+        # Readers first: they would see an orderly end of a writer that is cut.
+        for end in sorted(self._snapshot(self._ends), key=lambda each: each.relay is not None):
             end.cut()
 
     def close_all(self, code: int = 1000) -> None:
@@ -261,36 +262,43 @@ class LoopbackEngine:
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer None to go on with the handshake, or the refusal."""
+        ours = cast(EngineConnection, connection)
+        refusal = self._refusal(ours, request)
+        if refusal is None:
+            return None
+        ours.gate.set()
+        return connection.respond(*refusal)
+
+    def _refusal(
+        self, connection: EngineConnection, request: Request
+    ) -> tuple[http.HTTPStatus, str] | None:
         if not comes_from_here(request.headers, {self._authority, f"localhost:{self.port}"}):
-            return connection.respond(http.HTTPStatus.FORBIDDEN, "Not from here\n")
+            return http.HTTPStatus.FORBIDDEN, "Not from here\n"
         path = request.path.partition("?")[0]
         end = channel_end(request.path)
         if end is None:
             known = path == "/" or (path == "/otel" and self.profile.namespaces)
-            if known:
-                return None
-            return connection.respond(http.HTTPStatus.NOT_FOUND, "Not found\n")
+            return None if known else (http.HTTPStatus.NOT_FOUND, "Not found\n")
         if end.key is None or end.direction is None:
-            return connection.respond(http.HTTPStatus.BAD_REQUEST, "key and dir are needed\n")
+            return http.HTTPStatus.BAD_REQUEST, "key and dir are needed\n"
         channel = self._hub.channels.find(end.channel_id, end.key)
         if channel is None:
-            return connection.respond(http.HTTPStatus.NOT_FOUND, "Channel not found")
-        ours = cast(EngineConnection, connection)
+            return http.HTTPStatus.NOT_FOUND, "Channel not found"
         if channel.claim(end.direction):
-            ours.channel = channel
+            connection.channel = channel
             if end.direction == "write":
                 # Before the answer goes out: a frame may follow it at once.
-                ours.relay = channel.put
+                connection.relay = channel.put
         return None
 
     def _serve(self, connection: ServerConnection) -> None:
-        ours = cast(EngineConnection, connection)
-        assert ours.request is not None
-        path = ours.request.path.partition("?")[0]
+        ours, request = cast(EngineConnection, connection), connection.request
+        assert request is not None
+        path = request.path.partition("?")[0]
         if path == "/otel":
             _discard(ours)
         elif path == "/":
-            self._serve_worker(ours)
+            self._serve_worker(ours, bears(request, self._token))
         else:
             self._serve_end(ours, ours.channel)
 
@@ -325,11 +333,11 @@ class LoopbackEngine:
 
     # --- workers, on the thread of a connection -------------------------------------------------
 
-    def _serve_worker(self, connection: EngineConnection) -> None:
+    def _serve_worker(self, connection: EngineConnection, may_enter: bool) -> None:
         outbox = Outbox(connection, "loopback-send")
         peer = Peer(outbox.post, outbox.close, connection.cut)
         outbox.start()
-        if not bears(connection.request, self._token):
+        if not may_enter:
             error = {"code": "AUTH_ERROR", "message": "the token is missing or wrong"}
             peer.send({"type": "error", "error": error})
             peer.close(1008)

@@ -56,7 +56,7 @@ def read_frame(text: str | bytes, *, fat_only: bool = False) -> Json | None:
         return None
     if not isinstance(frame, dict) or not isinstance(text, str):
         return None
-    kind = frame.get("type")
+    kind = str(frame.get("type"))
     if kind == "ping":
         return frame
     if kind == "usage":
@@ -68,7 +68,7 @@ def read_frame(text: str | bytes, *, fat_only: bool = False) -> Json | None:
             return None
         partial = frame.get("partial")
         return frame if _is_snapshot(partial) or (partial is None and not fat_only) else None
-    key = _SNAPSHOT_KEY.get(str(kind))
+    key = _SNAPSHOT_KEY.get(kind)
     return frame if key is not None and _is_snapshot(frame.get(key)) else None
 
 

@@ -124,6 +124,8 @@ class Hub:
     def declare(self, peer: Peer, data: Frame) -> bool:
         """``engine::workers::register``; False when the name is taken, and a Close follows."""
         namespace = data.get("namespace") if self.profile.namespaces else None
+        if not isinstance(namespace, str | None):
+            raise BusError("deserialization_error", "namespace: expected a string")
         if isinstance(namespace, str) and not namespace.strip():
             raise BusError("INVALID_NAMESPACE", "namespace is blank")
         name = data.get("name")
@@ -258,9 +260,7 @@ class Hub:
 
     # --- invocations ---------------------------------------------------------------------------
 
-    def call(
-        self, function_id: str, data: Any, *, namespace: str | None = None, void: bool = False
-    ) -> Future[Any]:
+    def call(self, function_id: str, data: Any, *, namespace: str | None = None) -> Future[Any]:
         """Invoke from within the engine: no ``_caller_worker_id`` is added."""
         future: Future[Any] = Future()
 
@@ -279,7 +279,7 @@ class Hub:
         if namespace is not None:
             frame["namespace"] = namespace
         with self.changed:
-            self._route(None, frame, None if void else deliver)
+            self._route(None, frame, deliver)
         return future
 
     def _invoke(self, peer: Peer, frame: Frame) -> None:
@@ -309,7 +309,7 @@ class Hub:
                 raise BusError("INVALID_NAMESPACE", "namespace is blank")
             own = self._own(namespace, function_id)
             if own is not None:
-                result = own(caller, data if isinstance(data, dict) else {})
+                result = _served(own, caller, data)
                 if deliver is not None:
                     deliver({"result": result})
                 return
@@ -394,3 +394,11 @@ class Hub:
             if trigger.namespace is not None:
                 frame["namespace"] = trigger.namespace
             self._route(None, frame, None)
+
+
+def _served(own: Callable[[Peer | None, Frame], Any], caller: Peer | None, data: Any) -> Any:
+    """The answer of one of the engine's own functions, whatever it was given."""
+    try:
+        return own(caller, data if isinstance(data, dict) else {})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise BusError("deserialization_error", str(error)) from error

@@ -145,22 +145,23 @@ class Chat:
         except BusError as error:
             self._slots.release()
             return _Outcome(None, "router/stream_setup_failed", str(error))
-        with self._lock:
-            self._reader = reader
-        call = self._client.begin(
-            f"provider::{self._provider}::stream", {**self._payload, "writer_ref": made["writer"]}
-        )
-        call.add_done_callback(self._slots.release)
-        call.add_done_callback(lambda done: _give_up_later(done, reader))
-        try:
-            if self._aborted.is_set():
-                return self._cut_short()
-            return self._relay(reader, call, deadline)
-        finally:
+        with reader:  # closed at the first terminal, without waiting for the provider's return
             with self._lock:
-                self._reader = None
-            # At the first terminal, without waiting for the provider's return.
-            reader.close()
+                self._reader = reader
+            if self._aborted.is_set():
+                self._slots.release()
+                return self._cut_short()
+            call = self._client.begin(
+                f"provider::{self._provider}::stream",
+                {**self._payload, "writer_ref": made["writer"]},
+            )
+            call.add_done_callback(self._slots.release)
+            call.add_done_callback(lambda done: _give_up_later(done, reader))
+            try:
+                return self._relay(reader, call, deadline)
+            finally:
+                with self._lock:
+                    self._reader = None
 
     def _relay(self, reader: ClientConnection, call: Future[Any], deadline: float) -> _Outcome:
         seen = self._seen

@@ -303,16 +303,16 @@ class LoopbackRouter:
             raise invalid("writer_ref is missing")
         chat, request_id = self._prepare(data, lambda text: writer.send(text))
         try:
-            writer: ClientConnection = self._client.open_channel(ref, "write")
-            with self._lock:
-                self._writers.add(writer)
-            try:
-                answer = chat.run()
-                time.sleep(CLOSE_PAUSE)
-            finally:
-                writer.close()
+            with self._client.open_channel(ref, "write") as opened:
+                writer: ClientConnection = opened
                 with self._lock:
-                    self._writers.discard(writer)
+                    self._writers.add(writer)
+                try:
+                    answer = chat.run()
+                    time.sleep(CLOSE_PAUSE)
+                finally:
+                    with self._lock:
+                        self._writers.discard(writer)
         finally:
             self._done(request_id)
         answer.pop("message", None)

@@ -55,6 +55,7 @@ class EngineConnection(ServerConnection):
         self.channel: Channel | None = None
         self._parts: list[bytes] = []
         self._text = False
+        self._dropped = False
         super().__init__(*args, **kwargs)
 
     # --- on the reading thread -----------------------------------------------------------------
@@ -87,14 +88,21 @@ class EngineConnection(ServerConnection):
 
     def send_data(self) -> None:
         closing = self.protocol.close_sent
-        if closing is not None and closing.code == CloseCode.MESSAGE_TOO_BIG:
-            # The engine drops such a connection without the courtesy of a Close (1.4).
-            self.protocol.data_to_send()
-            self._shut()
-        else:
+        if closing is None or closing.code != CloseCode.MESSAGE_TOO_BIG:
             super().send_data()
+            return
+        # The engine drops such a connection without the courtesy of a Close (1.4).
+        self.protocol.data_to_send()
+        if not self._dropped:
+            self._dropped = True
+            raise ConnectionAbortedError("the message is too large")
 
     # --- from any thread -----------------------------------------------------------------------
+
+    def close_socket(self) -> None:
+        # Whoever closes the socket then waits for the reading thread.
+        self.gate.set()
+        super().close_socket()
 
     def cut(self) -> None:
         """End the TCP connection without a Close frame; frees whoever reads, sends or waits."""
