@@ -17,14 +17,15 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from . import payloads, queries
-from .bus import Function, Invocation
+from . import payloads
+from .bus.engine import Function, Invocation
 from .calls import Call, CallRegistry
-from .convert import anthropic_count_body, count_body
 from .errors import BusError, Interrupted, InvalidRequest, ProviderError
 from .provider import Provider
 from .schemas import function_schemas
+from .server import queries
 from .streaming import OpenChannel, Runs, StreamRun, refuse
+from .transcript.convert import anthropic_count_body, count_body
 
 log = logging.getLogger(__name__)
 call_log = logging.getLogger("provider_llamacpp.calls")

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from .arguments import shallow
 from .errors import InvalidRequest
+from .transcript.arguments import shallow
 
 MAX_INPUTS = 512
 """Texts in one embedding request (provider protocol 9)."""

@@ -14,16 +14,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .calls import Call
-from .convert import Abilities
 from .errors import BusError, ProviderError
-from .queries import TokenCounter
 from .router import DEFAULT_MAX_TOKENS, RouterClient
+from .server.queries import TokenCounter
+from .server.upstream import Target, Upstream, normalise_api_url
 from .settings import Settings
-from .upstream import Target, Upstream, normalise_api_url
+from .transcript.convert import Abilities
 
 if TYPE_CHECKING:
-    from .catalog import Catalog
-    from .discovery import Discovery
+    from .server.catalog import Catalog
+    from .server.discovery import Discovery
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
 """Seconds between tries to declare (provider protocol 2.3) or to find the server."""
@@ -37,6 +37,7 @@ class Provider:
     """The provider ``settings.id``.
 
     :param connected: whether the bus is up; the keeper waits for it
+    :param errors: told what the keeper could not do
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Provider:
         upstream: Upstream,
         discovery: Discovery,
         connected: Callable[[], bool],
+        errors: RecentErrors | None = None,
     ) -> None:
         self.id = settings.id
         self.upstream = upstream
@@ -63,6 +65,8 @@ class Provider:
         self._unknown_until = 0.0
         self._refreshing = threading.Lock()
         self._catalog: Catalog | None = None
+        self._health = Health()
+        self._errors = errors or RecentErrors()
         self._declared: list[str] = []
         self._reconciled: list[dict[str, Any]] | None = None
         self._thread: threading.Thread | None = None
@@ -76,6 +80,11 @@ class Provider:
     def catalog(self) -> Catalog | None:
         """What the server served when last asked; None before the first answer."""
         return self._catalog
+
+    @property
+    def health(self) -> Health:
+        """How the server was when it was last asked for its models."""
+        return self._health
 
     def target(self, call: Call | None = None) -> tuple[Target, int]:
         """Address, key and the default for ``max_tokens``.
@@ -122,8 +131,15 @@ class Provider:
         :raises BusError: if the router refused
         """
         with self._refreshing:
-            target, _ = self.target(call)
-            catalog = self.discovery.discover(target, call)
+            # Asked first, as it is no fault of the server; the answer is kept for the next line.
+            self.router.resolve(call)
+            try:
+                target, _ = self.target(call)
+                catalog = self.discovery.discover(target, call)
+            except ProviderError as error:
+                self._health = self._health.failed(error, time.monotonic())
+                raise
+            self._health = self._health.answered(target.root, catalog, time.monotonic())
             self._catalog = catalog
             ranked = catalog.ranked_ids()
             if ranked and ranked != self._declared:
@@ -209,7 +225,7 @@ class Provider:
             return self._refresh_failed(error)
         self._force = False
         self.ready.set()
-        self._report(None)
+        self.last_error = None
         return True
 
     def _declare_once(self) -> bool:
@@ -225,7 +241,7 @@ class Provider:
                     error.message,
                 )
                 self.router.forget()
-            self._report(f"declare: {error}")
+            self._report("declare", error)
             return False
         log.info("declared to the router as %s", self.id)
         return True
@@ -235,11 +251,14 @@ class Provider:
         if code in ("router/unknown_provider", "router/registration_rejected"):
             self._declare = True
         self._refresh_at = 0.0
-        self._report(f"catalog: {error}")
+        self._report("catalog", error)
         return False
 
-    def _report(self, problem: str | None) -> None:
-        """Log a problem when it is new, and its end; not once per try."""
-        if problem is not None and problem != self.last_error:
+    def _report(self, what: str, error: ProviderError | BusError) -> None:
+        """Tell of a problem when it is new, not once per try."""
+        problem = f"{what}: {error}"
+        if problem != self.last_error:
             log.warning("%s; trying again", problem)
+            kind = error.code if isinstance(error, BusError) else error.kind
+            self._errors.add(what, kind, str(error))
         self.last_error = problem

@@ -19,17 +19,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import jsontext
-from .assembler import Assembler, Outcome
 from .calls import Call
-from .classify import classify
-from .convert import Prepared, chat_body
 from .errors import ConsumerGone, Interrupted, InvalidRequest, ProviderError
+from .events.assembler import Assembler, Outcome
+from .events.classify import classify
 from .payloads import StreamRequest, WriterRef
+from .transcript.convert import Prepared, chat_body
 
 if TYPE_CHECKING:
-    from .channel import Channel
+    from .bus.channel import Channel
     from .provider import Provider
-    from .upstream import UpstreamStream
+    from .server.upstream import UpstreamStream
 
 COMPLETIONS = "/v1/chat/completions"
 

@@ -49,6 +49,12 @@ class Watchdog:
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
+    def silence(self, number: int, now: float) -> float | None:
+        """For how many seconds nothing has gone to the caller of the stream ``number``, a tick more
+        or less; None if no tick has seen it yet. From any thread."""
+        seen = self._seen.get(number)
+        return None if seen is None else max(0.0, now - seen[1])
+
     def _run(self) -> None:
         tick = min(TICK, self._ping_interval / 4)
         while not self._stop.wait(tick):

@@ -14,18 +14,18 @@ from types import TracebackType
 from typing import Any
 
 from ._version import VERSION
-from .bus import Engine
+from .bus.channel import Channel, ChannelWatch
+from .bus.engine import Engine
 from .calls import Call, CallRegistry
-from .channel import Channel, ChannelWatch
-from .discovery import Discovery
 from .errors import FatalError
 from .handlers import Handlers, Means
 from .payloads import WriterRef
 from .provider import Provider
 from .router import RouterClient
+from .server.discovery import Discovery
+from .server.upstream import Upstream
 from .settings import Settings
 from .streaming import Runs
-from .upstream import Upstream
 from .watchdog import Watchdog
 
 DESCRIPTION = "llama.cpp (llama-server) as a provider behind llm-router"
@@ -189,8 +189,14 @@ class ProviderWorker:
 
     def _shut_down(self) -> None:
         assert self._pool is not None and self._refusals is not None
-        self._refusals.shutdown(wait=False, cancel_futures=True)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._refusals, self._pool):
+            # The calls are over, their answers may still be on the way to the bus. A call that
+            # did not end must not hold up the stop, so nobody waits for the pool itself.
+            ending = threading.Thread(
+                target=pool.shutdown, kwargs={"cancel_futures": True}, daemon=True
+            )
+            ending.start()
+            ending.join(CUT_GRACE)
         self._engine.stop()
         self._provider.stop(CUT_GRACE)
         self._watchdog.stop(CUT_GRACE)

@@ -6,6 +6,7 @@ Nothing in it reads or answers unless the test says so, which is what the tests 
 from __future__ import annotations
 
 import base64
+import gc
 import hashlib
 import json
 import os
@@ -32,7 +33,7 @@ class Peer:
     def __init__(self, sock: socket.socket, request: str) -> None:
         self.sock = sock
         self.request = request
-        self._data = b""
+        self._data = bytearray()
 
     @property
     def path(self) -> str:
@@ -51,7 +52,8 @@ class Peer:
             if not block:
                 raise EOFError
             self._data += block
-        taken, self._data = self._data[:count], self._data[count:]
+        taken = bytes(self._data[:count])
+        del self._data[:count]
         return taken
 
     def frame(self) -> tuple[bool, int, bytes]:
@@ -83,6 +85,7 @@ class Peer:
                 return message
 
     def send(self, opcode: int, payload: bytes = b"", *, final: bool = True) -> None:
+        """Send one frame."""
         self.sock.sendall(server_frame(opcode, payload, final=final))
 
     def say(self, message: dict[str, Any]) -> None:
@@ -234,6 +237,7 @@ def descriptors() -> int:
     """Open file descriptors of this process."""
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("this system does not list descriptors in /proc")
+    gc.collect()  # so that what other tests left is not counted now and closed later
     return len(os.listdir("/proc/self/fd"))
 
 

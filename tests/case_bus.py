@@ -226,7 +226,7 @@ def run_bus_case(case: Case, home: Path) -> list[str]:
     """What does not hold in a bus case, one sentence each; empty if all does."""
     found: list[str] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("provider_llamacpp.session.QUEUE_LIMIT", QUEUE_LIMIT))
+        stack.enter_context(mock.patch("provider_llamacpp.bus.session.QUEUE_LIMIT", QUEUE_LIMIT))
         stage = Stage(case, home, stack, **SETTINGS.get(case["id"], {}))
         scene = _Scene(stage)
         for step in case["call"]["bus"]:

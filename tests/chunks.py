@@ -11,7 +11,7 @@ from typing import Any
 
 from laws import check_frames
 
-from provider_llamacpp.assembler import Assembler, Outcome
+from provider_llamacpp.events.assembler import Assembler, Outcome
 
 DATA = Path(__file__).parent / "data"
 DONE = b"data: [DONE]\n\n"

@@ -17,12 +17,7 @@ from typing import Any, Literal, Protocol
 
 import pytest
 
-from provider_llamacpp.local.llama import (
-    PROGRAM_VARIABLE,
-    LlamaOptions,
-    LlamaServer,
-    find_program,
-)
+from provider_llamacpp.local.llama import PROGRAM_VARIABLE, LlamaOptions, LlamaServer, find_program
 from provider_llamacpp.local.model import Variant, write_model
 
 READY_SECONDS = 60.0

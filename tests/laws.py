@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from provider_llamacpp.arguments import parse_arguments
 from provider_llamacpp.jsontext import whole
+from provider_llamacpp.transcript.arguments import parse_arguments
 
 Frame = dict[str, Any]
 

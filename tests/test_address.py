@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provider_llamacpp.address import Target, normalise_api_url
 from provider_llamacpp.errors import ProviderError
+from provider_llamacpp.server.address import Target, normalise_api_url
 
 
 @pytest.mark.parametrize(

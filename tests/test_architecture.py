@@ -12,17 +12,25 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "provider_llamacpp"
 LAYERS = [
     {"_version", "errors"},
     {"settings", "jsontext", "logs", "notify"},
-    {"arguments", "names", "frames", "body", "delays", "prefill", "slices", "schemas"},
-    {"address", "payloads", "classify", "sse", "records"},
-    {"rows", "toolcalls"},
-    {"convert", "snapshot", "template"},
-    {"catalog", "turn"},
-    {"assembler", "calls"},
-    {"dialing", "link", "wire"},
-    {"session", "channelwatch", "invocations", "registrations"},
-    {"conversation"},
-    {"upstream", "channel", "bus"},
-    {"router", "queries", "discovery"},
+    {"calls", "schemas"},
+    {"transcript.arguments", "transcript.names"},
+    {"payloads"},
+    {"transcript.rows"},
+    {"transcript.convert"},
+    {"events.classify", "events.sse", "events.prefill", "events.slices"},
+    {"events.toolcalls"},
+    {"events.snapshot", "events.template"},
+    {"events.turn"},
+    {"events.assembler"},
+    {"server.address", "server.body", "server.records"},
+    {"server.catalog", "server.dialing"},
+    {"server.upstream"},
+    {"server.discovery", "server.queries"},
+    {"bus.frames", "bus.delays", "bus.link", "bus.wire"},
+    {"bus.session", "bus.channelwatch", "bus.invocations", "bus.registrations"},
+    {"bus.conversation", "bus.channel"},
+    {"bus.engine"},
+    {"router"},
     {"provider"},
     {"streaming"},
     {"handlers", "watchdog"},
@@ -32,7 +40,20 @@ LAYERS = [
 ]
 """A module imports from earlier lines, or from its own."""
 
-EDGES = {"upstream", "channel", "bus"}
+PURE = ("transcript", "events")
+
+
+def modules():
+    """Every module but those of the commands and the embedded stack, by dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts[0] not in ("commands", "local") and parts[-1] != "__init__":
+            found[".".join(parts)] = path
+    return found
+
+
+MODULES = modules()
 
 
 def layer_of(module):
@@ -42,37 +63,55 @@ def layer_of(module):
     raise AssertionError(f"{module} has no place in LAYERS")
 
 
-def imported(path, *, lazily):
-    """Own modules that ``path`` imports at its top, or with ``lazily`` anywhere."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def imported(module, *, lazily=False):
+    """Own modules that ``module`` imports at its top, or with ``lazily`` anywhere."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    package = module.split(".")[:-1]
     for node in ast.walk(tree) if lazily else tree.body:
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            if node.module is None:
-                yield from (alias.name for alias in node.names)
-            else:
-                yield node.module.split(".")[0]
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            base += node.module.split(".") if node.module else []
+            for alias in node.names:
+                name = ".".join([*base, alias.name])
+                yield name if name in MODULES else ".".join(base)
 
 
-def modules():
-    return sorted(path for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module):
+    for name in imported(module):
+        assert not name.startswith(("commands", "local")), f"{module} imports {name}"
+        assert layer_of(name) <= layer_of(module), f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: path.stem)
-def test_imports_go_one_way(path):
-    for name in imported(path, lazily=False):
-        assert name not in ("commands", "local"), f"{path.stem} imports {name}"
-        assert layer_of(name) <= layer_of(path.stem), f"{path.stem} imports {name}"
+def test_every_layer_exists():
+    assert {name for layer in LAYERS for name in layer} == set(MODULES)
 
 
-@pytest.mark.parametrize("name", sorted(EDGES))
-def test_edges_do_not_know_each_other(name):
-    assert not EDGES.intersection(imported(PACKAGE / f"{name}.py", lazily=True))
+@pytest.mark.parametrize("module", [name for name in MODULES if "." in name])
+def test_the_two_edges_do_not_know_each_other(module):
+    other = {"bus": "server.", "server": "bus."}.get(module.split(".")[0])
+    assert other is None or not [
+        name for name in imported(module, lazily=True) if name.startswith(other)
+    ]
 
 
 def test_the_worker_knows_neither_commands_nor_local():
-    for path in modules():
-        if path.stem not in ("cli", "__main__"):
-            assert not {"commands", "local"}.intersection(imported(path, lazily=True)), path.stem
+    for module in MODULES:
+        if module not in ("cli", "__main__"):
+            for name in imported(module, lazily=True):
+                assert not name.startswith(("commands", "local")), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith(PURE)])
+def test_conversion_does_no_io(module):
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    names = {
+        alias.name.split(".")[0]
+        for node in tree.body
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    assert not names & {"socket", "threading", "requests", "time", "os", "select", "subprocess"}
 
 
 def run(code):
@@ -114,9 +153,9 @@ def test_importing_starts_nothing():
     threads = run(
         "import threading, signal, logging, pkgutil, provider_llamacpp as package\n"
         "before = signal.getsignal(signal.SIGINT), len(logging.getLogger().handlers)\n"
-        "for module in pkgutil.iter_modules(package.__path__):\n"
-        "    if module.name not in ('__main__', 'local'):\n"
-        "        __import__(f'provider_llamacpp.{module.name}')\n"
+        "for module in pkgutil.walk_packages(package.__path__, 'provider_llamacpp.'):\n"
+        "    if not module.name.endswith(('.__main__', '.xserver')):\n"
+        "        __import__(module.name)\n"
         "assert before == (signal.getsignal(signal.SIGINT), len(logging.getLogger().handlers))\n"
         "print(*(thread.name for thread in threading.enumerate()))"
     )

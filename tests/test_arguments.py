@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transcripts import RELAXED
 
 from provider_llamacpp import jsontext
-from provider_llamacpp.arguments import (
+from provider_llamacpp.transcript.arguments import (
     DEPTH_LIMIT,
     RAW_LIMIT,
     SCAN_LIMIT,

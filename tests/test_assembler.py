@@ -27,10 +27,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import check_frames
 
-from provider_llamacpp import assembler as module
-from provider_llamacpp.assembler import Outcome
 from provider_llamacpp.errors import ProviderError
-from provider_llamacpp.turn import MAX_CONTENT
+from provider_llamacpp.events import assembler as module
+from provider_llamacpp.events.assembler import Outcome
+from provider_llamacpp.events.turn import MAX_CONTENT
 
 BODIES = bodies()
 CASES = {row["id"]: row for row in stream_cases() if row["upstream"]["status"] == 200}

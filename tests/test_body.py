@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provider_llamacpp.body import Counted, Dechunker, FramingError, UntilClose
+from provider_llamacpp.server.body import Counted, Dechunker, FramingError, UntilClose
 
 
 def chunked(parts: list[bytes], *, extension: bytes = b"", trailers: bytes = b"") -> bytes:

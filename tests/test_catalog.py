@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import recorded_json
 
-from provider_llamacpp.catalog import (
+from provider_llamacpp.server.catalog import (
     FALLBACK_CONTEXT,
     Catalog,
     ModelInfo,
@@ -21,7 +21,7 @@ from provider_llamacpp.catalog import (
     launch_options,
     model_info,
 )
-from provider_llamacpp.convert import Abilities
+from provider_llamacpp.transcript.convert import Abilities
 
 EFFORT = recorded_json("props-template-with-effort")
 TOOLS = recorded_json("props-template-with-tools")
@@ -392,5 +392,5 @@ def test_any_row_gives_a_record_or_none(
 
 
 def test_reading_a_catalog_imports_no_record_library() -> None:
-    code = "import sys, provider_llamacpp.catalog; sys.exit('dataclasses_json' in sys.modules)"
+    code = "import sys, provider_llamacpp.server.catalog; sys.exit('dataclasses_json' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -10,7 +10,7 @@ from chunks import DATA
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provider_llamacpp.classify import MAX_MESSAGE, classify, error_in, network_error
+from provider_llamacpp.events.classify import MAX_MESSAGE, classify, error_in, network_error
 
 RECORDED = [
     json.loads(line) for line in (DATA / "errors.jsonl").read_text(encoding="utf-8").splitlines()

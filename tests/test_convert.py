@@ -12,15 +12,15 @@ from hypothesis import given
 from transcripts import COUNT_PAYLOADS, RELAXED, TEXT, stream_payloads
 
 from provider_llamacpp import jsontext
-from provider_llamacpp.convert import (
+from provider_llamacpp.errors import InvalidRequest, ProviderError
+from provider_llamacpp.payloads import decode_count, decode_stream
+from provider_llamacpp.transcript.convert import (
     Abilities,
     Prepared,
     anthropic_count_body,
     chat_body,
     count_body,
 )
-from provider_llamacpp.errors import InvalidRequest, ProviderError
-from provider_llamacpp.payloads import decode_count, decode_stream
 
 USER = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
 SAID = {"role": "assistant", "content": [{"type": "text", "text": "I say"}]}

@@ -12,12 +12,12 @@ from conftest import LlamaFactory
 from peers import PATIENCE, Answer, Request, ScriptedServer, answer_json, free_port, wait_for
 from recorded import recorded, recorded_json
 
-from provider_llamacpp import discovery
 from provider_llamacpp.calls import Call
-from provider_llamacpp.discovery import Discovery
 from provider_llamacpp.errors import Interrupted, ProviderError
 from provider_llamacpp.local.llama import LlamaServer
-from provider_llamacpp.upstream import Target, Upstream
+from provider_llamacpp.server import discovery
+from provider_llamacpp.server.discovery import Discovery
+from provider_llamacpp.server.upstream import Target, Upstream
 
 NOT_LOADED = recorded("router-props-no-autoload")
 

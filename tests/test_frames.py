@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from websockets.frames import Frame, Opcode
 from websockets.streams import StreamReader
 
-from provider_llamacpp import frames
-from provider_llamacpp.frames import FrameError, FrameReader, KeyPool, OversizedFrame
+from provider_llamacpp.bus import frames
+from provider_llamacpp.bus.frames import FrameError, FrameReader, KeyPool, OversizedFrame
 
 
 def as_server(data: bytes) -> list[Frame]:

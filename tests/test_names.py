@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transcripts import RELAXED
 
-from provider_llamacpp.names import NameTable
+from provider_llamacpp.transcript.names import NameTable
 
 PATTERN = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 # Few letters and the signs that matter, so that clashes are common.

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provider_llamacpp.prefill import Echo
+from provider_llamacpp.events.prefill import Echo
 
 
 def through(prefill, *texts):

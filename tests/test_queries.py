@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from peers import PATIENCE, Answer, Request, ScriptedServer, answer_json, free_port
 from recorded import recorded, recorded_json
 
-from provider_llamacpp import queries
 from provider_llamacpp.calls import Call
 from provider_llamacpp.errors import BusError, Interrupted
 from provider_llamacpp.local.llama import LlamaServer
-from provider_llamacpp.queries import TokenCounter, embed
-from provider_llamacpp.upstream import Target, Upstream
+from provider_llamacpp.server import queries
+from provider_llamacpp.server.queries import TokenCounter, embed
+from provider_llamacpp.server.upstream import Target, Upstream
 
 CHAT = "/v1/chat/completions/input_tokens"
 ANTHROPIC = "/v1/messages/count_tokens"

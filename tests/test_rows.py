@@ -13,9 +13,9 @@ from transcripts import messages as transcripts
 
 from provider_llamacpp import jsontext
 from provider_llamacpp.errors import InvalidRequest, ProviderError
-from provider_llamacpp.names import NameTable
 from provider_llamacpp.payloads import decode_count
-from provider_llamacpp.rows import RowRules, transcript_rows
+from provider_llamacpp.transcript.names import NameTable
+from provider_llamacpp.transcript.rows import RowRules, transcript_rows
 
 
 def text(value: str) -> dict[str, Any]:

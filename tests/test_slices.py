@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from provider_llamacpp.events.slices import Slices, inside
 from provider_llamacpp.jsontext import whole
-from provider_llamacpp.slices import Slices, inside
 
 HALVES = st.text(alphabet='a"\\\n\x00\u00e9\ud83d\ude00\U0001f600')
 

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from provider_llamacpp.errors import ProviderError
-from provider_llamacpp.snapshot import Message, token_count, usage_of
-from provider_llamacpp.toolcalls import ToolCalls
+from provider_llamacpp.events.snapshot import Message, token_count, usage_of
+from provider_llamacpp.events.toolcalls import ToolCalls
 
 
 def message(**options):

@@ -7,7 +7,7 @@ from chunks import bodies, pieces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provider_llamacpp.sse import MAX_EVENT, EventCutter, Stray
+from provider_llamacpp.events.sse import MAX_EVENT, EventCutter, Stray
 
 BODIES = bodies()
 

@@ -5,8 +5,8 @@ from chunks import call, chunk, event, text, thought
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provider_llamacpp import template
-from provider_llamacpp.template import is_utf8, leaf_of, learn, plain, read
+from provider_llamacpp.events import template
+from provider_llamacpp.events.template import is_utf8, leaf_of, learn, plain, read
 
 
 def payload_of(raw):

@@ -20,9 +20,9 @@ from chunks import (
 )
 from laws import check_frames
 
-from provider_llamacpp.assembler import Outcome
 from provider_llamacpp.errors import ProviderError
-from provider_llamacpp.turn import MAX_CONTENT
+from provider_llamacpp.events.assembler import Outcome
+from provider_llamacpp.events.turn import MAX_CONTENT
 
 
 def content(*blocks, **options):

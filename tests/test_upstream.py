@@ -31,11 +31,11 @@ from peers import (
     wait_for,
 )
 
-from provider_llamacpp import dialing, upstream
 from provider_llamacpp.calls import Call
 from provider_llamacpp.errors import Interrupted, ProviderError, SettingsError
 from provider_llamacpp.local.llama import LlamaServer
-from provider_llamacpp.upstream import Target, Upstream, UpstreamStream
+from provider_llamacpp.server import dialing, upstream
+from provider_llamacpp.server.upstream import Target, Upstream, UpstreamStream
 
 PATH = "/v1/chat/completions"
 TLS = pathlib.Path(__file__).parent / "data" / "tls"

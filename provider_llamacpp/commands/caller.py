@@ -7,6 +7,8 @@ worker that runs beside it.
 from __future__ import annotations
 
 import os
+import re
+import time
 import uuid
 from collections.abc import Iterator
 from types import TracebackType
@@ -14,21 +16,29 @@ from typing import Any
 
 from .. import jsontext
 from .._version import VERSION
-from ..bus import Engine
-from ..channel import connect
+from ..bus.channel import connect
+from ..bus.engine import Engine
+from ..bus.link import origin
 from ..errors import BusError, ConsumerGone, ProviderError, ProviderLlamacppError
 from ..payloads import WriterRef
 from ..settings import Settings
 
 
 class Unreachable(ProviderLlamacppError):
-    """The engine cannot be reached; the message says where it was looked for."""
+    """The engine cannot be reached."""
+
+    remedy = "start the iii engine, or name its address with --url (III_URL)"
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}: {self.remedy}")
+        self.problem = problem
+        """Where it was looked for, and what came of it."""
 
 
 class Caller:
     """A connection to the engine for as long as a command runs.
 
-    :raises Unreachable: if the engine is not there within ``timeout`` seconds
+    :raises Unreachable: if the engine refuses, or is not there within ``timeout`` seconds
     """
 
     def __init__(self, settings: Settings, *, timeout: float = 5.0) -> None:
@@ -45,12 +55,23 @@ class Caller:
             connect_timeout=settings.connect_timeout,
         )
         self._engine.start()
-        if not self._engine.wait_connected(timeout):
+        deadline = time.monotonic() + timeout
+        # One try is enough for a person who waits: what refuses now is not asked again.
+        while not self._engine.wait_connected(0.1):
+            refused = self._engine.last_error
+            if refused is None and time.monotonic() < deadline:
+                continue
             self._engine.stop()
-            where = settings.url.split("?", 1)[0]
-            raise Unreachable(
-                f"no iii engine answers at {where}: start it, or name its address with --url"
-            )
+            where = origin(settings.url)
+            reason = refused or f"no answer within {timeout:g} s"
+            reason = reason.removeprefix("cannot connect: ").removeprefix(f"{where}: ")
+            reason = re.sub(r"^\[Errno -?[0-9]+\] ", "", reason)
+            raise Unreachable(f"no iii engine answers at {where} ({reason})")
+
+    @property
+    def features(self) -> list[str] | None:
+        """What an engine of 0.25 or later says it can do; None from an older one."""
+        return self._engine.features
 
     def __enter__(self) -> Caller:
         return self

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import BusError
 from ..settings import Settings
+from .terminal import printable
 
 if TYPE_CHECKING:
     from .caller import Caller
@@ -44,14 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--thinking", metavar="LEVEL", help="off, minimal, low, medium, high or xhigh"
     )
-
-
-def printable(text: str) -> str:
-    """``text`` with line ends and tabs kept and every other control character escaped."""
-    from ..logs import escape_control
-
-    parts = text.replace("\r\n", "\n").split("\n")
-    return "\n".join("\t".join(map(escape_control, part.split("\t"))) for part in parts)
 
 
 class Display:

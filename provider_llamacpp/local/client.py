@@ -1,6 +1,6 @@
 """The smallest worker the router needs: functions, trigger types and calls on one bus connection.
 
-Not the worker's own bus client (:mod:`provider_llamacpp.bus`), on purpose: the two ends of the
+Not the worker's own bus client (:mod:`provider_llamacpp.bus.engine`), on purpose: the two ends of the
 embedded stack must not share a misreading of the protocol. Every call gets a thread, so a handler
 may block for as long as it likes.
 """

@@ -326,10 +326,11 @@ class LoopbackEngine:
                 data, text = frame
                 connection.send(data, text=text)
         except ConnectionClosed:
-            channel.lose()
             connection.cut()
         else:
             connection.close_without_code()
+        finally:
+            channel.lose()
 
     # --- workers, on the thread of a connection -------------------------------------------------
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ..address import normalise_api_url
 from ..errors import ProviderLlamacppError
+from ..server.address import normalise_api_url
 from .child import Child, exit_words
 
 Source = Literal["api_url", "running", "program", "xllamacpp"]

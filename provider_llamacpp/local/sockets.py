@@ -5,7 +5,9 @@ Knows bytes and threads, no message of the bus.
 
 from __future__ import annotations
 
+import os
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +30,7 @@ OUTBOX = 64
 """Messages that wait for a worker before the engine's own tasks block on it."""
 CHANNELS = "/ws/channels/"
 
+_RESET = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
 _DATA = (Opcode.TEXT, Opcode.BINARY, Opcode.CONT)
 
 Relay = Callable[[bytes, bool], bool]
@@ -106,14 +109,14 @@ class EngineConnection(ServerConnection):
 
     def cut(self) -> None:
         """End the TCP connection without a Close frame; frees whoever reads, sends or waits."""
-        self._shut()
-        self.gate.set()
-
-    def _shut(self) -> None:
         try:
+            # The close that follows is then a reset: a peer whose buffers are full would not
+            # notice anything else for minutes.
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self.socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # gone already
+        self.gate.set()
 
     def close_without_code(self) -> None:
         """Send a Close that carries no code: the peer sees 1005 (engine protocol 7.4)."""

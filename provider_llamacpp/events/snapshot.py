@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import jsontext
-from .errors import ProviderError
+from .. import jsontext
+from ..errors import ProviderError
 from .slices import Slices, inside
 from .toolcalls import ToolCalls
 

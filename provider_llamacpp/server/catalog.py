@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from .convert import Abilities
+from ..transcript.convert import Abilities
 
 if TYPE_CHECKING:
     from .records import ModelRecord

@@ -23,14 +23,14 @@ from typing import Any
 import requests
 from urllib3.exceptions import HTTPError
 
-from . import jsontext
-from ._version import VERSION
+from .. import jsontext
+from .._version import VERSION
+from ..calls import Call
+from ..errors import ProviderError, SettingsError
+from ..events.classify import classify, network_error
 from .address import Target, normalise_api_url
 from .body import Counted, Dechunker, Framing, FramingError, UntilClose
-from .calls import Call
-from .classify import classify, network_error
 from .dialing import Line, LineRequest, Session
-from .errors import ProviderError, SettingsError
 
 __all__ = ["Reply", "Target", "Upstream", "UpstreamStream", "normalise_api_url"]
 

@@ -15,8 +15,8 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
-from . import jsontext
-from .errors import ErrorKind, ProviderError
+from .. import jsontext
+from ..errors import ErrorKind, ProviderError
 
 MAX_MESSAGE = 2000
 """Characters of a message: enough for every message of llama-server, too few for a web page."""

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import websocket
 
-from .errors import ProviderLlamacppError
+from ..errors import ProviderLlamacppError
 
 SLICE = 1.0
 """Seconds a wait to send lasts at most in one go: where a shutdown does not wake it (Windows), it

@@ -9,8 +9,8 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from . import jsontext
-from .errors import BusError
+from .. import jsontext
+from ..errors import BusError
 
 OWN_WORLD = ("engine::", "state::", "configuration::")
 """Ids with these prefixes live in the engine's ``default`` namespace (engine protocol 3.4)."""

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import InvalidRequest
+from ..errors import InvalidRequest
+from ..payloads import CountRequest, StreamRequest
 from .names import NameTable
-from .payloads import CountRequest, StreamRequest
 from .rows import Row, RowRules, transcript_rows
 
 _MOST_TOKENS = 2**31 - 1  # the server reads 32 bits and refuses more

@@ -10,8 +10,9 @@ import logging
 import os
 from collections.abc import Callable
 
-from . import frames, jsontext, wire
-from .errors import BusError, FatalError
+from .. import jsontext
+from ..errors import BusError, FatalError
+from . import frames, wire
 from .invocations import Invocation, PendingCalls
 from .registrations import Registrations
 from .session import MAX_MESSAGE, Session, SessionOver

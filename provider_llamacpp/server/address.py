@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from .errors import ProviderError
+from ..errors import ProviderError
 
 
 @dataclass(frozen=True, slots=True)

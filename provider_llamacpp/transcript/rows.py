@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import InvalidRequest, ProviderError
+from ..jsontext import dumps, whole
 from .arguments import arguments_text
-from .errors import InvalidRequest, ProviderError
-from .jsontext import dumps, whole
 from .names import NameTable
 
 Row = dict[str, Any]

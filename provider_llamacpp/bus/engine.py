@@ -18,11 +18,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from . import jsontext, wire
-from .calls import Call
+from .. import jsontext
+from ..calls import Call
+from ..errors import BusError, FatalError
+from . import wire
 from .conversation import POST_WAIT, Conversation, framed
 from .delays import Delays
-from .errors import BusError, FatalError
 from .invocations import Invocation, PendingCalls
 from .link import Link, LinkError, Waker, origin, tls_context
 from .registrations import Function, Registrations

@@ -20,16 +20,16 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote, urlsplit, urlunsplit
 
+from ..calls import Call
+from ..errors import ConsumerGone, ProviderError
 from . import frames
-from .calls import Call
 from .channelwatch import ChannelWatch
-from .errors import ConsumerGone, ProviderError
 from .link import Link, LinkError, tls_context
 
 if TYPE_CHECKING:
     from websocket import WebSocket
 
-    from .payloads import WriterRef
+    from ..payloads import WriterRef
 
 __all__ = ["Channel", "ChannelWatch", "channel_url", "connect"]
 

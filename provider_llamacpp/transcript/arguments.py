@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any, NoReturn
 
-from .jsontext import dumps, whole
+from ..jsontext import dumps, whole
 
 SCAN_LIMIT = 4096
 """Bytes at the start that are searched for complete members (provider protocol 8.2)."""

@@ -10,7 +10,7 @@ the order of frames::
     error                            otherwise; alone, without start, if nothing was sent before
 
 It gets chunks as values. How they come out of bytes, and how most deltas get by without becoming
-values, is :mod:`~provider_llamacpp.assembler`.
+values, is :mod:`~provider_llamacpp.events.assembler`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from . import jsontext
+from .. import jsontext
+from ..errors import ProviderError
 from .classify import classify, error_in
-from .errors import ProviderError
 from .prefill import Echo
 from .slices import Slices
 from .snapshot import Message, token_count, usage_of

@@ -14,7 +14,7 @@ from . import wire
 from .delays import Delays
 
 if TYPE_CHECKING:
-    from .bus import Invocation
+    from .engine import Invocation
 
 
 @dataclass(frozen=True, slots=True)

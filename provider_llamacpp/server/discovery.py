@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from .calls import Call
+from ..calls import Call
+from ..errors import ProviderError
+from ..events.classify import classify
 from .catalog import Catalog, Probes, model_info, row_status
-from .classify import classify
-from .errors import ProviderError
 from .upstream import Reply, Target, Upstream
 
 PORTS = (8080, 9931)

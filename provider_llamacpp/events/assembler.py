@@ -2,8 +2,8 @@
 
 :meth:`Assembler.feed` takes what one read of the socket gave. Deltas, nearly all of a stream, take
 a short way that slices the text out of the chunk and builds the frame around it; everything else is
-read as JSON and handed to :class:`~provider_llamacpp.turn.Turn`, which knows the order of frames.
-Both ways give the same bytes (see :mod:`~provider_llamacpp.template` for why they must).
+read as JSON and handed to :class:`~provider_llamacpp.events.turn.Turn`, which knows the order of frames.
+Both ways give the same bytes (see :mod:`~provider_llamacpp.events.template` for why they must).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .errors import ProviderError
+from ..errors import ProviderError
 from .prefill import Echo
 from .snapshot import Message
 from .sse import MAX_EVENT, EventCutter, Item, Stray

@@ -23,8 +23,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from ..errors import ProviderLlamacppError
 from . import frames
-from .errors import ProviderLlamacppError
 from .link import Link, LinkError, Waker
 
 MAX_MESSAGE = 64 * 1024**2

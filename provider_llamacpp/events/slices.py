@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from json.encoder import encode_basestring
 
-from . import jsontext
+from .. import jsontext
 
 
 def inside(text: str) -> bytes:

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import BusError
 from . import wire
-from .errors import BusError
 
 
 class Invocation:

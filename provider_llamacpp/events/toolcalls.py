@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from . import jsontext
-from .arguments import parse_arguments
+from .. import jsontext
+from ..transcript.arguments import parse_arguments
 from .slices import Slices
 
 MAX_INDEX = 128

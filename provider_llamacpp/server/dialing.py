@@ -33,7 +33,7 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 from urllib3.util import wait_for_write
 
-from .calls import Call
+from ..calls import Call
 
 _SLICE = 0.25
 """Seconds between looks at the abort while a connect is under way. Linux needs none: there the
@@ -294,7 +294,7 @@ class LineRequest(requests.PreparedRequest):
     Prepared by hand, since all its parts are known to be sound: ``prepare()`` takes longer than
     everything else before the first byte together.
 
-    :param url: ASCII, as :func:`provider_llamacpp.upstream.normalise_api_url` makes it
+    :param url: ASCII, as :func:`provider_llamacpp.server.upstream.normalise_api_url` makes it
     """
 
     def __init__(

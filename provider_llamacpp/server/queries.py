@@ -14,9 +14,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from .calls import Call
-from .classify import classify
-from .errors import BusError, ProviderError
+from ..calls import Call
+from ..errors import BusError, ProviderError
+from ..events.classify import classify
 from .upstream import Reply, Target, Upstream
 
 SECONDS = 20.0
@@ -103,7 +103,7 @@ class TokenCounter:
     ) -> int:
         """The prompt tokens that a chat request would have.
 
-        :param body: chat shape, as :func:`provider_llamacpp.convert.count_body` makes it
+        :param body: chat shape, as :func:`provider_llamacpp.transcript.convert.count_body` makes it
         :param anthropic_body: the same for ``/v1/messages/count_tokens``
         :raises BusError: ``invocation_failed``; with ``provider/config`` if the server cannot count
         :raises Interrupted: if ``call`` is aborted
