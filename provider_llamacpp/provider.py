@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from .calls import Call
 from .errors import BusError, ProviderError
+from .recent import RecentErrors
 from .router import DEFAULT_MAX_TOKENS, RouterClient
+from .server.health import Health
 from .server.queries import TokenCounter
 from .server.upstream import Target, Upstream, normalise_api_url
 from .settings import Settings

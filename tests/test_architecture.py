@@ -11,7 +11,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "provider_llamacpp"
 
 LAYERS = [
     {"_version", "errors"},
-    {"settings", "jsontext", "logs", "notify"},
+    {"settings", "jsontext", "logs", "notify", "recent"},
     {"calls", "schemas"},
     {"transcript.arguments", "transcript.names"},
     {"payloads"},
@@ -23,7 +23,7 @@ LAYERS = [
     {"events.turn"},
     {"events.assembler"},
     {"server.address", "server.body", "server.records"},
-    {"server.catalog", "server.dialing"},
+    {"server.catalog", "server.dialing", "server.health"},
     {"server.upstream"},
     {"server.discovery", "server.queries"},
     {"bus.frames", "bus.delays", "bus.link", "bus.wire"},
