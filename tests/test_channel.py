@@ -27,9 +27,11 @@ from websockets.sync.server import ServerConnection, serve
 
 from provider_llamacpp.bus import channel as channel_module
 from provider_llamacpp.bus.channel import Channel, ChannelWatch, channel_url, connect
+from provider_llamacpp.bus.engine import Engine
 from provider_llamacpp.bus.frames import MAX_FRAME
 from provider_llamacpp.calls import Call
 from provider_llamacpp.errors import ConsumerGone, Interrupted, ProviderError
+from provider_llamacpp.local.engine import LoopbackEngine
 from provider_llamacpp.payloads import WriterRef
 
 REF = WriterRef("chan/1", "se cret&")
@@ -204,6 +206,14 @@ def test_an_event_that_fits_no_frame(
     finishing.result()
     assert pair.channel.sent == 2
     assert "was dropped" in caplog.text
+
+
+def test_a_finish_with_nothing_to_say(server: Server, watch: ChannelWatch) -> None:
+    pair = open_pair(server, watch)
+    finishing = Run(lambda: pair.channel.finish([b"x" * (MAX_FRAME + 1)]))
+    assert pair.peer.ended() is True
+    finishing.result()
+    assert pair.channel.sent == 0
 
 
 def test_the_largest_event(server: Server, watch: ChannelWatch) -> None:
@@ -654,6 +664,16 @@ def test_the_tls_context_is_kept(watch: ChannelWatch, pems: tuple[Path, Path]) -
 # -- the watch ----------------------------------------------------------------------------
 
 
+def test_a_link_that_was_closed_before_it_was_watched(server: Server, watch: ChannelWatch) -> None:
+    pair = open_pair(server, ChannelWatch())
+    pair.channel.finish()
+    watch.add(pair.channel._link, lambda: True)
+    watch.remove(pair.channel._link)
+    still = open_pair(server, watch)
+    still.close()
+    assert watch.running
+
+
 def test_the_watch_can_start_again(server: Server) -> None:
     before, threads = descriptors(), threading.active_count()
     watch = ChannelWatch("again")
@@ -727,6 +747,81 @@ def test_64_channels_leave_nothing_behind(server: Server) -> None:
     del pairs, pair
     assert eventually(lambda: threading.active_count() == threads)
     assert descriptors() == before
+
+
+# -- the loopback engine --------------------------------------------------------------------
+
+
+@pytest.fixture
+def loopback() -> Iterator[tuple[LoopbackEngine, Engine]]:
+    with LoopbackEngine() as engine:
+        client = Engine(engine.url, name="maker", version="1", description="makes channels")
+        client.start()
+        assert client.wait_connected(TIMEOUT)
+        yield engine, client
+        client.stop()
+
+
+def make_channel(client: Engine, size: int = 64) -> WriterRef:
+    refs = client.invoke("engine::channels::create", {"buffer_size": size})
+    return WriterRef(refs["writer"]["channel_id"], refs["writer"]["access_key"])
+
+
+def test_through_the_loopback_engine(
+    loopback: tuple[LoopbackEngine, Engine], watch: ChannelWatch
+) -> None:
+    engine, client = loopback
+    ref = make_channel(client)
+    gone = Gone()
+    channel = Channel.open(engine.url, ref, watch=watch, on_gone=gone)
+    reader = connect(engine.url, ref, direction="read")
+    reader.settimeout(TIMEOUT)
+    channel.send([b"1", b"2"])
+    assert channel.try_ping()
+    Run(lambda: channel.finish([b"3"])).result()
+    assert [reader.recv() for _ in range(5)] == ["1", "2", '{"type":"ping"}', "3", ""]
+    reader.shutdown()
+    assert gone.count == 0
+    # Each end is taken once: the next one gets a handshake and a Close.
+    again = Channel.open(engine.url, ref, watch=watch, on_gone=gone)
+    assert gone.event.wait(TIMEOUT)
+    again.finish()
+    with pytest.raises(ConsumerGone):
+        Channel.open(engine.url, WriterRef(ref.channel_id, "x"), watch=watch, on_gone=gone)
+
+
+def test_a_reader_that_leaves_the_loopback_engine(
+    loopback: tuple[LoopbackEngine, Engine], watch: ChannelWatch
+) -> None:
+    engine, client = loopback
+    ref = make_channel(client)
+    gone = Gone()
+    channel = Channel.open(engine.url, ref, watch=watch, on_gone=gone)
+    reader = connect(engine.url, ref, direction="read")
+    reader.shutdown()
+    # Only what is written shows the engine that nobody reads: pings are the probe.
+    assert eventually(lambda: not channel.try_ping() and gone.count == 1)
+    channel.finish()
+
+
+def test_a_reader_of_the_loopback_engine_that_does_not_read(
+    loopback: tuple[LoopbackEngine, Engine], watch: ChannelWatch
+) -> None:
+    engine, client = loopback
+    ref = make_channel(client, 1)
+    call = Call(1, "stream", key="k", model="m")
+    channel = Channel.open(engine.url, ref, watch=watch, on_gone=Gone(), call=call)
+
+    def send() -> None:
+        while True:
+            channel.send([b"x" * 65536])
+
+    sending = Run(send)
+    assert eventually(lambda: channel._link._waiting)
+    call.abort("abort")
+    with pytest.raises(ConsumerGone):
+        sending.result()
+    channel.finish()
 
 
 # -- an independent server ------------------------------------------------------------------

@@ -73,7 +73,8 @@ class ChannelWatch:
             return
         done = threading.Event()
         if self._tell(link, None, done):
-            done.wait()
+            while not done.wait(1.0) and thread.is_alive():
+                pass
         else:
             thread.join()
 
@@ -116,14 +117,14 @@ class ChannelWatch:
     def _obey(self, selector: selectors.BaseSelector) -> None:
         while self._orders:
             link, on_readable, done = self._orders.popleft()
-            if on_readable is None:
-                try:
+            try:
+                if on_readable is None:
                     selector.unregister(link)
-                except KeyError:
-                    pass  # it had ended before
-            elif _still_open(on_readable):
-                # Asked first: over TLS something may be here that no selector tells of.
-                selector.register(link, selectors.EVENT_READ, on_readable)
+                elif _still_open(on_readable):
+                    # Asked first: over TLS something may be here that no selector tells of.
+                    selector.register(link, selectors.EVENT_READ, on_readable)
+            except (KeyError, ValueError):
+                pass  # it had ended, or was closed, before
             if done is not None:
                 done.set()
 
