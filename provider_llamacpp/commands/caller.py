@@ -126,4 +126,4 @@ class Caller:
                 if isinstance(frame, dict):
                     yield frame
         finally:
-            socket.shutdown()
+            socket.shutdown()  # type: ignore[no-untyped-call]
