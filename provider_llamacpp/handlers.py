@@ -22,6 +22,7 @@ from .bus.engine import Function, Invocation
 from .calls import Call, CallRegistry
 from .errors import BusError, Interrupted, InvalidRequest, ProviderError
 from .provider import Provider
+from .recent import RecentErrors
 from .schemas import function_schemas
 from .server import queries
 from .streaming import OpenChannel, Runs, StreamRun, refuse
@@ -43,6 +44,9 @@ class Means:
     """Tells callers that were not admitted; apart, so that they wait for no stream."""
     open_channel: OpenChannel
     fat_deltas: bool
+    errors: RecentErrors
+    stats: Callable[[], dict[str, Any]]
+    """What the worker does now, for ``status``; must not block."""
 
 
 class Handlers:
@@ -61,6 +65,7 @@ class Handlers:
             "count_tokens": self.count_tokens,
             "refresh_models": self.refresh_models,
             "on_router_ready": self.on_router_ready,
+            "status": self.status,
         }
         schemas = function_schemas(self._provider.id)
         return [
@@ -95,6 +100,10 @@ class Handlers:
         self._provider.router_ready()
         invocation.reply({"ok": True})
 
+    def status(self, invocation: Invocation) -> None:
+        """What the worker does now. Here, as the pool may be full of what is asked about."""
+        invocation.reply(self._means.stats())
+
     def embed(self, invocation: Invocation) -> None:
         """Vectors for texts (provider protocol 9)."""
         self._submit(invocation, "embed", self._embed)
@@ -113,6 +122,7 @@ class Handlers:
         try:
             call = self._means.registry.open("request", model=_text(invocation.data, "model"))
         except ProviderError as error:
+            self._means.errors.add(name, error.kind, error.message)
             invocation.fail("invocation_failed", f"provider/{error.kind}: {error.message}")
             return
         self._means.pool.submit(self._run_short, invocation, call, name, work)
@@ -158,6 +168,7 @@ class Handlers:
             request = payloads.decode_stream(invocation.data)
             call = Call(0, "stream", key=None, model=request.model)
             refuse(self._means.open_channel, request, call, error, self._provider.id)
+            self._means.errors.add("stream refused", error.kind, error.message)
             call_log.info("stream refused: %s", error.message)
             invocation.reply({"ok": True})
         except InvalidRequest as invalid:
@@ -190,6 +201,7 @@ class Handlers:
             call_log.info("%s model=%s seconds=%.3f", name, call.model, seconds)
         else:
             invocation.fail(failure.code, failure.message)
+            self._means.errors.add(f"{name} {call.number}", failure.code, failure.message)
             call_log.info("%s model=%s seconds=%.3f failed: %s", name, call.model, seconds, failure)
 
     def _embed(self, data: object, call: Call) -> object:
@@ -232,14 +244,17 @@ def _log_stream(run: StreamRun, traceparent: str | None) -> None:
     facts = run.summary()
     error = f" error={run.error.message!r}" if run.error is not None else ""
     trace = f" traceparent={traceparent}" if traceparent else ""
+    rate = facts["tokens_per_second"]
     call_log.info(
-        "stream %d request=%s model=%s phase=%s seconds=%.3f frames=%d usage=%s outcome=%s%s%s",
+        "stream %d request=%s model=%s phase=%s seconds=%.3f tokens=%d tokens_per_second=%s "
+        "usage=%s outcome=%s%s%s",
         facts["stream"],
         facts["request"],
         facts["model"],
         facts["phase"],
         facts["seconds"],
-        facts["frames"],
+        facts["tokens"],
+        "-" if rate is None else f"{rate:.1f}",
         facts["usage"],
         run.outcome,
         error,

@@ -24,6 +24,7 @@ from .errors import ConsumerGone, Interrupted, InvalidRequest, ProviderError
 from .events.assembler import Assembler, Outcome
 from .events.classify import classify
 from .payloads import StreamRequest, WriterRef
+from .recent import RecentErrors
 from .transcript.convert import Prepared, chat_body
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from .server.upstream import UpstreamStream
 
 COMPLETIONS = "/v1/chat/completions"
+BLOCKED = 1.0
+"""Seconds a write to the caller lasts before it counts as held up: a tick of the watchdog."""
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +87,12 @@ class StreamRun:
         self.error: ProviderError | None = None
         self.invalid: InvalidRequest | None = None
         """Set if the payload was at fault: then the bus result says so, and no frame does."""
+        self.ended_in: str | None = None
+        """The phase in which it ended."""
+        self._writing = False
+        self._headers_at: float | None = None
+        self._first_at: float | None = None
+        self._ended_at: float | None = None
         self._source: UpstreamStream | None = None
 
     def run(self) -> None:
@@ -119,6 +128,9 @@ class StreamRun:
             abilities=provider.abilities(request.model),
         )
         self.assembler = self._new_assembler(prepared)
+        # A chunk for every batch of the prompt, some 2000 tokens; servers that do not know the
+        # field ignore it.
+        prepared.body.setdefault("return_progress", True)
         try:
             body = jsontext.dumpb(prepared.body)
         except ValueError as error:
@@ -128,6 +140,7 @@ class StreamRun:
         with provider.upstream.open_stream(
             target, COMPLETIONS, body, call, headers=headers, classify=self._classify
         ) as stream:
+            self._headers_at = time.monotonic()
             call.phase, self._source = "reading", stream
             self._relay(stream.read)
 
@@ -144,14 +157,23 @@ class StreamRun:
         assembler, channel = self.assembler, self.channel
         assert channel is not None
         feed, send = assembler.feed, channel.send
-        while block := read():
+        # The first token is apart, so that its time can be taken without a clock for the others.
+        while not (assembler.started or assembler.ended) and (block := read()):
             if frames := feed(block):
+                self._first_at = time.monotonic()
+                self._writing = True
                 send(frames)
-                if assembler.ended:
-                    return
+                self._writing = False
+        while not assembler.ended and (block := read()):
+            if frames := feed(block):
+                self._writing = True
+                send(frames)
+                self._writing = False
 
     def _end(self) -> None:
         call = self.call
+        self._ended_at = time.monotonic()
+        self.ended_in = self.phase(None)
         call.phase = "ending"
         reason = call.reason
         if reason == "stop":
@@ -202,28 +224,86 @@ class StreamRun:
             return self.call.reason
         return self.error.kind if self.error else (self.assembler.stop_reason or "done")
 
-    def summary(self) -> dict[str, Any]:
-        """Facts of this stream for logs and ``stats()``; holds no text and no secrets."""
-        seconds = time.monotonic() - self.call.started
+    def phase(self, silence: float | None) -> str:
+        """What it waits for, in words for people (llama-server API 6).
+
+        The server sends headers once a slot is taken: until then the request is ``queued`` there,
+        behind other requests, a model that loads or one that wakes. Then the ``prompt`` is read,
+        and from the first token on it is ``generating``. ``blocked`` is a caller that reads too
+        slowly.
+
+        :param silence: seconds in which nothing went to the caller, if known
+        """
+        phase = self.call.phase
+        if phase == "waiting":
+            return "queued"
+        if phase != "reading":
+            return phase
+        if self._writing and silence is not None and silence >= BLOCKED:
+            return "blocked"
+        return "generating" if self.assembler.started else "prompt"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer so far; counted by the server once it has said its count."""
+        return self.assembler.usage.get("output") or self.assembler.tokens
+
+    def rate(self, now: float) -> float | None:
+        """Tokens per second from the first token on; None before there are two."""
+        first, tokens = self._first_at, self.tokens
+        seconds = 0.0 if first is None else (self._ended_at or now) - first
+        return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else None
+
+    def summary(self, silence: float | None = None) -> dict[str, Any]:
+        """Facts of this stream for logs and ``stats()``; holds no text and no secrets.
+
+        :param silence: seconds in which nothing went to the caller, if known
+        """
+        now = time.monotonic()
+        started, headers, first = self.call.started, self._headers_at, self._first_at
+        rate = self.rate(now)
         return {
             "stream": self.call.number,
             "request": self.call.key,
             "model": self.request.model,
-            "phase": self.call.phase,
-            "seconds": round(seconds, 3),
+            "phase": self.ended_in or self.phase(silence),
+            "seconds": _seconds(started, self._ended_at or now),
+            "to_headers": _seconds(started, headers),
+            "to_first_token": _seconds(started, first),
+            "silent": None if silence is None else round(silence, 1),
+            "tokens": self.tokens,
+            "tokens_per_second": None if rate is None else round(rate, 2),
+            "prompt": _prompt(self.assembler.progress),
             "frames": self.frames,
             "bytes": self.consumed,
             "usage": dict(self.assembler.usage),
         }
 
 
-class Runs:
-    """The streams that run now, and what the ended ones came to."""
+def _seconds(since: float, until: float | None) -> float | None:
+    return None if until is None else round(until - since, 3)
 
-    def __init__(self) -> None:
+
+def _prompt(progress: dict[str, Any] | None) -> dict[str, int] | None:
+    """The server's ``prompt_progress``: tokens in all, read so far, and of these from its cache."""
+    names = {"total": "total", "processed": "processed", "cache": "cached"}
+    given = progress or {}
+    found = {new: given[old] for old, new in names.items() if type(given.get(old)) is int}
+    return found if len(found) == len(names) else None
+
+
+class Runs:
+    """The streams that run now, and what the ended ones came to.
+
+    :param errors: told how streams failed
+    """
+
+    def __init__(self, errors: RecentErrors | None = None) -> None:
+        self._errors = errors or RecentErrors()
         self._runs: dict[int, StreamRun] = {}
         self._lock = threading.Lock()
         self._outcomes: Counter[str] = Counter()
+        self._usage: Counter[str] = Counter()
         self._frames = self._consumed = 0
         self._last_error: str | None = None
 
@@ -239,8 +319,14 @@ class Runs:
             self._outcomes[run.outcome] += 1
             self._frames += run.frames
             self._consumed += run.consumed
+            self._usage.update(run.assembler.usage)
             if run.error is not None:
                 self._last_error = f"stream {run.call.number}: {run.error.message}"
+        where = f"stream {run.call.number}"
+        if run.error is not None:
+            self._errors.add(where, run.error.kind, run.error.message)
+        elif run.invalid is not None:
+            self._errors.add(where, "invalid request", run.invalid.message)
 
     def snapshot(self) -> list[StreamRun]:
         """The running streams, oldest first."""
@@ -248,13 +334,15 @@ class Runs:
             return list(self._runs.values())
 
     def totals(self) -> dict[str, Any]:
-        """Since the start: streams by outcome, frames sent, bytes read, the last error."""
+        """Since the start: streams by outcome, frames sent, bytes read, tokens of the streams that
+        have ended, the last error."""
         with self._lock:
             running = list(self._runs.values())
             return {
                 "outcomes": dict(self._outcomes),
                 "frames": self._frames + sum(run.frames for run in running),
                 "bytes": self._consumed + sum(run.consumed for run in running),
+                "usage": dict(self._usage),
                 "last_error": self._last_error,
             }
 

@@ -21,6 +21,7 @@ from .errors import FatalError
 from .handlers import Handlers, Means
 from .payloads import WriterRef
 from .provider import Provider
+from .recent import RecentErrors
 from .router import RouterClient
 from .server.discovery import Discovery
 from .server.upstream import Upstream
@@ -57,7 +58,9 @@ class ProviderWorker:
         self._registry = CallRegistry(
             {"stream": settings.max_streams, "request": settings.max_requests}
         )
-        self._runs = Runs()
+        self._errors = RecentErrors()
+        self._runs = Runs(self._errors)
+        self._started_at: float | None = None
         self._watch = ChannelWatch(f"{settings.id}-channels")
         self._engine = Engine(
             settings.url,
@@ -97,6 +100,7 @@ class ProviderWorker:
             upstream,
             Discovery(upstream, provider=settings.id),
             lambda: self._engine.connected,
+            self._errors,
         )
 
     # -- life -----------------------------------------------------------------------------
@@ -110,6 +114,7 @@ class ProviderWorker:
             if self._started:
                 raise RuntimeError("this worker was started before; make a new one")
             self._started = True
+        self._started_at = time.monotonic()
         settings = self.settings
         self._pool = ThreadPoolExecutor(
             settings.max_streams + settings.max_requests, thread_name_prefix=f"{settings.id}-call"
@@ -124,6 +129,8 @@ class ProviderWorker:
             refusals=self._refusals,
             open_channel=self._open_channel,
             fat_deltas=settings.fat_deltas,
+            errors=self._errors,
+            stats=self.stats,
         )
         for function in Handlers(self._provider, means).functions():
             self._engine.register(function)
@@ -231,24 +238,35 @@ class ProviderWorker:
         return self._provider.ready.wait(timeout)
 
     def stats(self) -> dict[str, Any]:
-        """What the worker does now; plain values, no secrets."""
+        """What the worker does now: plain values, no secrets. Asks nobody and wakes nothing.
+
+        Its shape is the response schema of ``provider::<id>::status``.
+        """
+        now = time.monotonic()
         runs, totals = self._runs.snapshot(), self._runs.totals()
         last_error = totals.pop("last_error")
         return {
             "version": VERSION,
             "id": self.settings.id,
+            "uptime": round(now - (self._started_at or now), 1),
             "connected": self._engine.connected,
             "reconnects": max(0, self._engine.connections - 1),
+            "server": self._provider.health.facts(now),
             "active_streams": len(runs),
-            "streams": [run.summary() for run in runs],
+            "max_streams": self.settings.max_streams,
+            "streams": [run.summary(self._watchdog.silence(run.call.number, now)) for run in runs],
             "calls": len(self._registry.snapshot()),
             **totals,
+            "errors": self._errors.facts(),
             "last_error": last_error or self._engine.last_error or self._provider.last_error,
         }
 
     # -- parts ----------------------------------------------------------------------------
 
     def _connected(self, reconnected: bool) -> None:
+        if reconnected:
+            reason = self._engine.last_error or "the connection was lost"
+            self._errors.add("engine", "disconnected", reason)
         # The first time too: the keeper waits for the engine with longer and longer pauses.
         self._provider.router_ready()
 

@@ -320,7 +320,7 @@ def test_an_abort_before_the_first_byte(llama_factory):
         waiting = Turn(caller, "hi", model="loop")
         wait_until(lambda: stack.worker.stats()["active_streams"] == 2)
         wait_until(
-            lambda: [each["phase"] for each in stack.worker.stats()["streams"]][-1] == "waiting"
+            lambda: [each["phase"] for each in stack.worker.stats()["streams"]][-1] == "queued"
         )
         assert waiting.abort()["aborted"]
         waiting.end()

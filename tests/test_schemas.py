@@ -18,7 +18,7 @@ REFERENCE: dict[str, Any] = {
     )["functions"]
 }
 SCHEMAS = function_schemas("llamacpp")
-NAMES = {"abort", "count_tokens", "embed", "on_router_ready", "refresh_models", "stream"}
+NAMES = {*REFERENCE, "count_tokens", "status"}
 
 # Transcript and answer as the contract's examples have them.
 USER = {
@@ -98,6 +98,7 @@ EXAMPLES: list[tuple[str, str, Any]] = [
     ("refresh_models", "response_format", {"ok": True, "count": 1}),
     ("on_router_ready", "request_format", {}),
     ("on_router_ready", "response_format", {"ok": True}),
+    ("status", "request_format", {"_caller_worker_id": "w"}),
     (
         "count_tokens",
         "request_format",
@@ -143,7 +144,7 @@ def texts(value: Any) -> list[str]:
     )
 
 
-def test_there_are_six_functions() -> None:
+def test_the_contract_is_served_and_our_status() -> None:
     assert set(SCHEMAS) == NAMES
     for entry in SCHEMAS.values():
         assert set(entry) == {"description", "request_format", "response_format", "metadata"}
@@ -158,7 +159,7 @@ def test_schemas_equal_the_contract_but_for_the_words(name: str, side: str) -> N
 
 
 def test_internal_functions_are_marked() -> None:
-    internal = {"on_router_ready", "abort", "embed", "count_tokens"}
+    internal = {"on_router_ready", "abort", "embed", "count_tokens", "status"}
     for name, entry in SCHEMAS.items():
         assert entry["metadata"] == ({"internal": True} if name in internal else {})
 

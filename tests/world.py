@@ -19,7 +19,15 @@ from provider_llamacpp import ProviderWorker, Settings
 from provider_llamacpp.local.engine import LoopbackEngine
 
 PROFILES = ["0.21", "0.23", "0.25"]
-FUNCTIONS = ["abort", "count_tokens", "embed", "on_router_ready", "refresh_models", "stream"]
+FUNCTIONS = [
+    "abort",
+    "count_tokens",
+    "embed",
+    "on_router_ready",
+    "refresh_models",
+    "status",
+    "stream",
+]
 STATE = {"scope": "provider-llamacpp", "key": "registration_token"}
 WEATHER = {
     "name": "weather__eu::get_weather",

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 ServerState = Literal[
     "unknown", "ready", "loading", "sleeping", "no model", "refused", "failing", "away"
 ]
-"""``unknown``: not asked yet. ``refused``: it wants another key. ``failing``: it answers, but not as
-a llama-server should. ``away``: nothing answers. ``no model``: it serves none that is known."""
+"""``unknown``: not asked yet. ``refused``: it wants another key. ``failing``: it answers, but not
+as a llama-server should. ``away``: nothing answers. ``no model``: it serves none."""
 
 MOST_MODELS = 32
 """Models that are told; a directory may hold hundreds."""
