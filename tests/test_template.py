@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from provider_llamacpp.events import template
-from provider_llamacpp.events.template import is_utf8, leaf_of, learn, plain, read
+from provider_llamacpp.events.template import SPECIAL, is_utf8, leaf_of, learn, plain, read
 
 
 def payload_of(raw):
@@ -146,6 +146,11 @@ def test_plain_bytes_are_read_and_written_alike(body):
     if plain(body) and is_utf8(body):
         value = json.loads(b'"' + body + b'"')
         assert json.dumps(value, ensure_ascii=False)[1:-1].encode() == body
+
+
+@given(st.binary())
+def test_bytes_without_special_ones_are_plain(body):
+    assert plain(body.translate(None, SPECIAL))
 
 
 @pytest.mark.parametrize("body", [b'"', b"\\", b"\\u0041", b"\\/", b"\\x", b"\n", b"a\\", b'a"b'])

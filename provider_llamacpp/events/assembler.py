@@ -1,9 +1,9 @@
 """The body of a llama-server stream -> the frames of a caller's channel. Pure: no socket, no clock.
 
 :meth:`Assembler.feed` takes what one read of the socket gave. Deltas, nearly all of a stream, take
-a short way that slices the text out of the chunk and builds the frame around it; everything else is
-read as JSON and handed to :class:`~provider_llamacpp.events.turn.Turn`, which knows the order of frames.
-Both ways give the same bytes (see :mod:`~provider_llamacpp.events.template` for why they must).
+a short way that slices the text out of the chunk and builds the frame around it; everything else
+is read as JSON and handed to :class:`~provider_llamacpp.events.turn.Turn`, which knows the order
+of frames. Both ways give the same bytes; :mod:`~provider_llamacpp.events.template` says why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import ProviderError
 from .prefill import Echo
 from .snapshot import Message
 from .sse import MAX_EVENT, EventCutter, Item, Stray
-from .template import is_utf8, leaf_of, learn, plain, read
+from .template import SPECIAL, is_utf8, leaf_of, learn, plain, read
 from .toolcalls import ToolCalls
 from .turn import MAX_CONTENT, Block, Turn
 
@@ -39,14 +39,26 @@ class Outcome:
 
 
 class _Template(NamedTuple):
-    """What surrounds the text of the next delta: in the body, and (for ``%``) in its frame."""
+    """What surrounds the text of the next delta: in the body, and in the frame made of it.
 
-    before: bytes
-    behind: bytes
+    :attr event: the whole event, for ``%``; comparing what it makes with what came is cheaper than
+        to look at either end
+    :attr between: what stands between the texts of two events in a row
+    :attr frame: the whole frame, for ``%``
+    :attr pieces: of the block the text belongs to
+    """
+
+    event: bytes
     start: int
     stop: int
+    between: bytes
     frame: bytes
     pieces: list[bytes]
+
+    def body(self, block: bytes) -> bytes | None:
+        """The text in ``block`` if that is one event of this form."""
+        body = block[self.start : self.stop]
+        return body if self.event % body == block else None
 
 
 class Assembler:
@@ -148,12 +160,17 @@ class Assembler:
         """The frames that the bytes ``block`` of the body complete, in order."""
         direct = self._direct
         if direct is not None:
-            before, behind, start, stop, frame, pieces = direct
-            if block.startswith(before) and block.endswith(behind):
-                body = block[start:stop]
+            event, start, stop, _, frame, pieces = direct
+            body = block[start:stop]
+            if event % body == block:
                 turn = self._turn
                 size = turn.size + len(body)
-                if body and size <= turn.mark and plain(body) and (body.isascii() or is_utf8(body)):
+                if (
+                    body
+                    and size <= turn.mark
+                    and (body.translate(None, SPECIAL) == body or plain(body))
+                    and (body.isascii() or is_utf8(body))
+                ):
                     turn.size = size
                     pieces.append(body)
                     return [frame % body]
@@ -198,12 +215,10 @@ class Assembler:
         template, turn = self._template, self._turn
         if template is None or len(whole) > min(MAX_EVENT, MAX_CONTENT - turn.size):
             return []  # near a limit every event is looked at
-        before, behind, start, stop, frame, pieces = template
-        if not whole.startswith(before):
-            return []
+        event, start, stop, between, frame, pieces = template
         place = slice(start, stop + len(_BORDER))
         bodies = [line[place] for line in whole.split(b"\n")[:-1:2]]
-        if before + (behind + before).join(bodies) + behind != whole:
+        if event % between.join(bodies) != whole:
             return []
         # Looked at in one go: a blank ends no escape, no string and no character.
         joined = b" ".join(bodies)
@@ -220,16 +235,14 @@ class Assembler:
         if isinstance(item, Stray):
             self._stray(item)
             return
-        if self._template is not None:
-            before, behind, start, stop, frame, pieces = self._template
-            line = _DATA + item + _BORDER
-            if line.startswith(before) and line.endswith(behind):
-                body = line[start:stop]
-                if body and plain(body) and is_utf8(body):
-                    pieces.append(body)
-                    frames.append(frame % body)
-                    self._turn.grow(len(body))
-                    return
+        template = self._template
+        if template is not None:
+            body = template.body(_DATA + item + _BORDER)
+            if body and plain(body) and is_utf8(body):
+                template.pieces.append(body)
+                frames.append(template.frame % body)
+                self._turn.grow(len(body))
+                return
         self._event(item.strip(), frames, last)
 
     def _event(self, payload: bytes, frames: list[bytes], last: bool) -> None:
@@ -264,11 +277,14 @@ class Assembler:
             self._skip -= 1
             return
         leaf = leaf_of(chunk)
-        if leaf is None or block.slices.waiting or self._fits(payload):
+        if leaf is None or block.slices.waiting:
             return
+        template = self._template
+        if template is not None and template.body(_DATA + payload + _BORDER) is not None:
+            return  # it is right: only the form of the text needed the long way
         # Where a server adds timings every chunk is different: trying must not cost much then.
         count = block.slices.count
-        used = self._template is None or count > self._unused
+        used = template is None or count > self._unused
         self._unused = count
         found = learn(payload, chunk, leaf)
         self._wait = 0 if used and found else min(2 * self._wait + 1, _MAX_WAIT)
@@ -276,19 +292,14 @@ class Assembler:
         self._template = None
         if found is not None:
             before, behind = _DATA + found[0], found[1] + _BORDER
-            frame = b"%b%%b%b" % tuple(part.replace(b"%", b"%%") for part in block.delta())
             self._template = _Template(
-                before, behind, len(before), -len(behind), frame, block.slices.pieces
+                event=_format(before, behind),
+                start=len(before),
+                stop=-len(behind),
+                between=behind + before,
+                frame=_format(*block.delta()),
+                pieces=block.slices.pieces,
             )
-
-    def _fits(self, payload: bytes) -> bool:
-        """The template is right: only the form of the text had ``payload`` go the long way."""
-        template = self._template
-        return (
-            template is not None
-            and payload.startswith(template.before[len(_DATA) :])
-            and payload.endswith(template.behind[: -len(_BORDER)])
-        )
 
     def _stray(self, stray: Stray) -> None:
         turn = self._turn
@@ -335,3 +346,8 @@ class Assembler:
         return ProviderError(
             "transient", "llama-server ended the stream in the middle: no finish reason came"
         )
+
+
+def _format(before: bytes, behind: bytes) -> bytes:
+    """For ``%``: a text between ``before`` and ``behind``."""
+    return b"%b%%b%b" % (before.replace(b"%", b"%%"), behind.replace(b"%", b"%%"))

@@ -23,6 +23,9 @@ _MAX_PAYLOAD = 1 << 14  # a chunk of one token has some 250 bytes
 # NaN reads as null and a control character as itself: some servers write them where it is harmless.
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None, strict=False)
 
+SPECIAL = bytes([*range(0x20), *b'"\\'])
+"""Bytes that do not stand for themselves inside a JSON string; text without them is plain."""
+
 plain = re.compile(rb'[^"\\\x00-\x1f]*(?:\\["\\nrtbf][^"\\\x00-\x1f]*)*').fullmatch
 """Fits the inside of a JSON string in the one form our own writer gives it: ``\\u`` and ``\\/`` do
 not fit. Says nothing about UTF-8."""
