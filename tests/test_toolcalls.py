@@ -49,7 +49,9 @@ def test_arguments_are_parsed_again_only_when_they_grew(monkeypatch):
     call.absorb({"function": {"name": "x"}})
     call.arguments.add("{}")
     assert shown(found) == shown(found)
-    monkeypatch.setattr("provider_llamacpp.events.toolcalls.parse_arguments", lambda text: {"new": text})
+    monkeypatch.setattr(
+        "provider_llamacpp.events.toolcalls.parse_arguments", lambda text: {"new": text}
+    )
     assert shown(found)[0]["arguments"] == {}
     call.arguments.add(" ")
     assert shown(found)[0]["arguments"] == {"new": "{} "}
