@@ -2,19 +2,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+# The warnings of build tools are no news to who wants to run something.
+INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check format dist clean
+.PHONY: demo test check format dist clean bench
 
 $(VENV)/.demo: setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
-	$(BIN)/python -m pip install --quiet --editable '.[local]'
+	$(INSTALL) --upgrade pip setuptools wheel
+	$(INSTALL) --editable '.[local]'
 	touch $@
 
 $(VENV)/.dev: setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(INSTALL) --upgrade pip setuptools wheel
+	$(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 
 # Streams one answer through engine, router, worker and a real llama-server.
@@ -40,3 +42,14 @@ format: $(VENV)/.dev
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .coverage* .mypy_cache .ruff_cache .pytest_cache
+
+$(VENV)/.bench: setup.cfg pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --upgrade pip setuptools wheel
+	$(INSTALL) --editable '.[bench]'
+	touch $@
+
+# The worker beside its peers and limits: the cases that have a bar. "python -m bench" runs all.
+bench: $(VENV)/.bench
+	mkdir -p build
+	$(BIN)/python -m bench --short --json build/bench.json --plot build/bench.png
