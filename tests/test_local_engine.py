@@ -1348,6 +1348,12 @@ def test_pings_of_a_full_channel_wait(channel):
     writer = ends.writer()
     for _ in range(3):
         writer.ws.send("x")
+    ref = ends.refs[0]
+    waiting = ends.engine._hub.channels.find(ref["channel_id"], ref["access_key"])
+    while len(waiting) < 1:
+        threading.Event().wait(0.01)
+    # A ping that arrives in one read with the frames before it would still be answered.
+    threading.Event().wait(0.1)
     writer.ws.ping("p")
     writer.ws.settimeout(0.3)
     with pytest.raises(websocket.WebSocketTimeoutException):

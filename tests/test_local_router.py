@@ -18,13 +18,13 @@ from iii_helpers.observability import ReconnectionConfig
 from websockets.exceptions import ConnectionClosedError
 
 from provider_llamacpp.errors import BusError
-from provider_llamacpp.local import client as client_module
 from provider_llamacpp.local.client import BusClient
 from provider_llamacpp.local.engine import LoopbackEngine
 from provider_llamacpp.local.events import Accumulator, read_frame
 from provider_llamacpp.local.registry import Registry, digest
 from provider_llamacpp.local.relay import Chat, RelaySettings, Slots
 from provider_llamacpp.local.router import LoopbackRouter
+from provider_llamacpp.local.sockets import cut_off
 
 QUICK = RelaySettings(retry_delay=0.01)
 EVENTUALLY = 10.0
@@ -952,7 +952,7 @@ def test_a_caller_that_left(start, provide, engine, made):
     )
     with caller.open_channel(refs["reader"], "read") as reader:
         assert json.loads(reader.recv(EVENTUALLY)) == START
-        client_module.cut(reader)
+        cut_off(reader.socket)
     assert answer.result(EVENTUALLY)["error"]["message"] == "the caller left the channel"
     assert router.running == []
 
@@ -1367,16 +1367,25 @@ def test_client_timeouts_and_late_answers(engine, bare):
     assert worker.invoke("provider::fake::slow", {}) == 1
 
 
+def is_back(engine, name, before):
+    """Whether the worker is connected anew, with its functions."""
+    return any(
+        function.owner.name == name and function.owner.worker_id != before
+        for function in engine._hub.functions.values()
+    )
+
+
 def test_calls_fail_when_the_connection_ends(engine, bare):
     hold = threading.Event()
     worker = bare("worker", slow=lambda data: hold.wait(EVENTUALLY))
     waiting = worker.begin("provider::fake::slow", {})
+    (first,) = [peer.worker_id for peer in engine.connections]
     engine.drop_worker("worker")
     with pytest.raises(BusError) as lost:
         waiting.result(EVENTUALLY)
     assert lost.value.code == "disconnected"
     hold.set()
-    assert engine.wait_for_function("provider::fake::slow")
+    assert engine.wait_until(lambda: is_back(engine, "worker", first))
     assert worker.invoke("provider::fake::slow", {}) is True
     hold.clear()
     waiting = worker.begin("provider::fake::slow", {})

@@ -1,6 +1,6 @@
 """The smallest worker the router needs: functions, trigger types and calls on one bus connection.
 
-Not the worker's own bus client (:mod:`provider_llamacpp.bus.engine`), on purpose: the two ends of the
+Not the worker's own bus client (:mod:`provider_llamacpp.bus`), on purpose: the two ends of the
 embedded stack must not share a misreading of the protocol. Every call gets a thread, so a handler
 may block for as long as it likes.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import socket
 import threading
 import time
 import uuid
@@ -56,14 +55,6 @@ def dial(url: str, token: str | None, *, close_timeout: float = 1.0) -> ClientCo
         close_timeout=close_timeout,
         max_size=MAX_MESSAGE,
     )
-
-
-def cut(connection: ClientConnection) -> None:
-    """End the TCP connection: whoever reads from it or writes to it comes back at once."""
-    try:
-        connection.socket.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # gone already
 
 
 class TriggerType:

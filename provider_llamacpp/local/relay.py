@@ -16,8 +16,9 @@ from websockets.sync.client import ClientConnection
 
 from .. import jsontext
 from ..errors import BusError
-from .client import BusClient, cut
+from .client import BusClient
 from .events import CODES, RETRYABLE, TERMINALS, Accumulator, read_frame
+from .sockets import cut_off
 
 Json = dict[str, Any]
 Sink = Callable[[str], None]
@@ -108,7 +109,7 @@ class Chat:
         with self._lock:
             reader = self._reader
         if reader is not None:
-            cut(reader)
+            cut_off(reader.socket)
         # Detached: nobody waits for the provider's answer.
         request = {"request_id": self._payload["resolution_key"]}
         self._client.begin(f"provider::{self._provider}::abort", request)
@@ -247,6 +248,6 @@ class Chat:
 def _give_up_later(call: Future[Any], reader: ClientConnection) -> None:
     """A failed call need not have opened its channel, whose end would then never come."""
     if call.exception() is not None:
-        timer = threading.Timer(FAILURE_GRACE, cut, (reader,))
+        timer = threading.Timer(FAILURE_GRACE, cut_off, (reader.socket,))
         timer.daemon = True
         timer.start()

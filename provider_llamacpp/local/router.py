@@ -21,9 +21,10 @@ from typing import Any
 from websockets.sync.client import ClientConnection
 
 from ..errors import BusError
-from .client import CLOSE_PAUSE, BusClient, TriggerType, cut
+from .client import CLOSE_PAUSE, BusClient, TriggerType
 from .registry import Json, Registry, invalid
 from .relay import Chat, RelaySettings, Slots
+from .sockets import cut_off
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class LoopbackRouter:
             self._lock.wait_for(lambda: not self._chats, STOP_GRACE)
             writers = list(self._writers)
         for writer in writers:
-            cut(writer)  # its caller does not read
+            cut_off(writer.socket)  # its caller does not read
         self._client.stop()
 
     def restart(self, *, keep_tokens: bool = True) -> None:

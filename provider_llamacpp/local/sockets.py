@@ -37,6 +37,19 @@ Relay = Callable[[bytes, bool], bool]
 """Takes one message and whether it is text; False cuts the connection. May block."""
 
 
+def cut_off(sock: socket.socket) -> None:
+    """End a TCP connection from any thread; its owner still has to close the socket.
+
+    The close is then a reset: a peer that is stuck on full buffers would not notice anything else
+    before its next window probe, which can be many seconds away.
+    """
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # gone already
+
+
 def _reads(path: str) -> bool:
     end = channel_end(path)
     return end is not None and end.direction == "read"
@@ -109,13 +122,7 @@ class EngineConnection(ServerConnection):
 
     def cut(self) -> None:
         """End the TCP connection without a Close frame; frees whoever reads, sends or waits."""
-        try:
-            # The close that follows is then a reset: a peer whose buffers are full would not
-            # notice anything else for minutes.
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # gone already
+        cut_off(self.socket)
         self.gate.set()
 
     def close_without_code(self) -> None:
