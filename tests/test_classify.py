@@ -7,7 +7,7 @@ import pytest
 import requests
 import urllib3
 from chunks import DATA
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from provider_llamacpp.events.classify import MAX_MESSAGE, classify, error_in, network_error
@@ -211,6 +211,7 @@ ANY_JSON = st.recursive(
 FIELDS = st.dictionaries(st.sampled_from(["message", "type", "code", "detail"]), ANY_JSON)
 
 
+@settings(deadline=None)
 @given(
     st.none() | st.integers(100, 599),
     st.binary() | st.text() | st.dictionaries(st.just("error"), FIELDS | ANY_JSON) | FIELDS,

@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from provider_llamacpp.events.prefill import Echo
@@ -36,6 +36,7 @@ def test_what_is_new(prefill, texts, out):
     assert through(prefill, *texts) == out
 
 
+@settings(deadline=None)
 @given(st.text(min_size=1, max_size=8), st.text(max_size=8), st.lists(st.integers(0, 16)))
 def test_a_server_that_repeats(prefill, answer, cuts):
     body = prefill + answer
@@ -44,6 +45,7 @@ def test_a_server_that_repeats(prefill, answer, cuts):
     assert "".join(through(prefill, *texts)) == answer
 
 
+@settings(deadline=None)
 @given(st.text(max_size=8), st.lists(st.text(max_size=4), max_size=5))
 def test_nothing_is_lost_but_a_repetition(prefill, texts):
     found, whole = "".join(through(prefill, *texts)), "".join(texts)

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from provider_llamacpp.events.slices import Slices, inside
@@ -25,6 +25,7 @@ def test_inside(value, written):
     assert inside(value) == written
 
 
+@settings(deadline=None)
 @given(st.lists(HALVES))
 def test_what_is_added_is_what_is_held(texts):
     slices = Slices()
@@ -46,6 +47,7 @@ def test_a_half_waits_for_its_other_half():
     assert slices.flush() == b""
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["add", "compact", "join"])))
 def test_compacting_changes_nothing(steps):
     slices, count = Slices(), 0

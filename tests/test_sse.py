@@ -4,7 +4,7 @@ import tracemalloc
 import pytest
 import sseclient
 from chunks import bodies, pieces
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from provider_llamacpp.events.sse import MAX_EVENT, EventCutter, Stray
@@ -72,6 +72,7 @@ def test_items_do_not_depend_on_the_reads(name):
         assert cut([body[i : i + size] for i in range(0, len(body), size)]) == whole
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(BODIES)), st.lists(st.integers(0, 1 << 20), max_size=12))
 def test_items_do_not_depend_on_random_reads(name, cuts):
     body = BODIES[name]
@@ -87,12 +88,14 @@ LINES = st.sampled_from(
 ENDS = st.sampled_from([b"\n", b"\n", b"\n\n", b"\r\n", b"\r", b"\r\r"])
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(LINES, ENDS)), st.lists(st.integers(0, 400), max_size=8))
 def test_items_of_any_lines_do_not_depend_on_the_reads(lines, cuts):
     body = b"".join(line + end for line, end in lines)
     assert cut(pieces(body, cuts)) == cut(body)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(LINES, ENDS)))
 def test_events_are_those_of_the_parser(lines):
     """What we cut ourselves is what sseclient-py makes of the same text in one clean piece."""

@@ -2,7 +2,7 @@ import json
 
 import pytest
 from chunks import call, chunk, event, text, thought
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from provider_llamacpp.events import template
@@ -132,6 +132,7 @@ def test_fragments_that_do_more_than_go_on(fragment):
     assert leaf_of(read(payload_of(call(**fragment)))) is None
 
 
+@settings(deadline=None)
 @given(st.text() | st.text(alphabet='"\\\n\t/\x00\x7f\u00e9'))
 def test_plain_is_the_form_of_our_own_writer(value):
     written = json.dumps(value, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass")
@@ -141,6 +142,7 @@ def test_plain_is_the_form_of_our_own_writer(value):
         assert b"\\u" in written
 
 
+@settings(deadline=None)
 @given(st.binary())
 def test_plain_bytes_are_read_and_written_alike(body):
     if plain(body) and is_utf8(body):
@@ -148,6 +150,7 @@ def test_plain_bytes_are_read_and_written_alike(body):
         assert json.dumps(value, ensure_ascii=False)[1:-1].encode() == body
 
 
+@settings(deadline=None)
 @given(st.binary())
 def test_bytes_without_special_ones_are_plain(body):
     assert plain(body.translate(None, SPECIAL))
