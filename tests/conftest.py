@@ -15,12 +15,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import hypothesis
 import pytest
 
 from provider_llamacpp.local.llama import PROGRAM_VARIABLE, LlamaOptions, LlamaServer, find_program
 from provider_llamacpp.local.model import Variant, write_model
 
 READY_SECONDS = 60.0
+
+# A busy machine is slow, and that is no fault of the code.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 
 class LlamaFactory(Protocol):
