@@ -103,6 +103,11 @@ def _add_settings(to: argparse.ArgumentParser, *, again: bool = False) -> None:
         "--ping-interval", "silence before a ping frame (default 25)", type=float, metavar="SECONDS"
     )
     add("--fat-deltas", "whole message in each delta, for old routers", action="store_true")
+    add(
+        "--resume",
+        "take broken streams up again (default auto: of servers on other machines)",
+        choices=("auto", "on", "off"),
+    )
     add("--drain", "how long a stop waits for streams (default 10)", type=float, metavar="SECONDS")
     add("--log-level", "default info", choices=("debug", "info", "warning", "error"))
     add("--log-json", "one JSON object per log line", action="store_true")
@@ -117,6 +122,7 @@ SETTING_FLAGS = (
     "max_streams",
     "ping_interval",
     "fat_deltas",
+    "resume",
     "drain",
     "log_level",
     "log_json",

@@ -19,6 +19,7 @@ from .recent import RecentErrors
 from .router import DEFAULT_MAX_TOKENS, RouterClient
 from .server.health import Health
 from .server.queries import TokenCounter
+from .server.resume import Resumer
 from .server.upstream import Target, Upstream, normalise_api_url
 from .settings import Settings
 from .transcript.convert import Abilities
@@ -53,6 +54,7 @@ class Provider:
     ) -> None:
         self.id = settings.id
         self.upstream = upstream
+        self.resumer = Resumer(upstream, settings.resume, settings.resume_budget)
         self.counter = TokenCounter(upstream)
         self.discovery = discovery
         self.router = router
@@ -164,6 +166,7 @@ class Provider:
 
     def stop(self, timeout: float) -> None:
         """Stop the keeper and wait for it."""
+        self.resumer.close()
         with self._wake:
             self._stopping = True
             self._wake.notify()

@@ -19,6 +19,7 @@ DEFAULT_URL = "ws://127.0.0.1:49134"
 """Numeric on purpose: ``localhost`` may resolve to ``::1`` first (engine protocol 1.1)."""
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+ResumeMode = Literal["auto", "on", "off"]
 ENV_PREFIX = "PROVIDER_LLAMACPP_"
 
 
@@ -61,6 +62,10 @@ class Settings:
     """For TCP and WebSocket connects (engine protocol 1.4, provider protocol 6.5)."""
     send_timeout: float = 60.0
     """A caller that reads nothing for so long has left (engine protocol 7.5)."""
+    resume: ResumeMode = "auto"
+    """Take broken streams up again; ``auto``: of servers that are not on this machine."""
+    resume_budget: float = 30.0
+    """A stream that was not taken up for so long after it broke is lost."""
     catalog_interval: float = 45.0
     """How often the catalog is compared with the server: never stale for a minute."""
     log_level: LogLevel = "info"
@@ -92,11 +97,16 @@ def _check(settings: Settings) -> None:
         raise SettingsError("namespace is blank: name one or leave it unset (III_NAMESPACE)")
     if settings.max_streams < 1 or settings.max_requests < 1:
         raise SettingsError("max_streams and max_requests must be at least 1 (--max-streams)")
-    for name in ("ping_interval", "connect_timeout", "send_timeout", "catalog_interval"):
+    for name in (
+        *("ping_interval", "connect_timeout", "send_timeout"),
+        *("resume_budget", "catalog_interval"),
+    ):
         if not getattr(settings, name) > 0:
             raise SettingsError(f"{name} must be more than 0 seconds")
     if not settings.drain >= 0:
         raise SettingsError("drain must not be negative (--drain)")
+    if settings.resume not in ("auto", "on", "off"):
+        raise SettingsError(f"resume {settings.resume!r}: auto, on or off (--resume)")
     if settings.log_level not in ("debug", "info", "warning", "error"):
         raise SettingsError(f"log_level {settings.log_level!r}: debug, info, warning or error")
 

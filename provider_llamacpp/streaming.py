@@ -30,6 +30,7 @@ from .transcript.convert import Prepared, chat_body
 if TYPE_CHECKING:
     from .bus.channel import Channel
     from .provider import Provider
+    from .server.resume import ResumableStream
     from .server.upstream import UpstreamStream
 
 COMPLETIONS = "/v1/chat/completions"
@@ -93,7 +94,7 @@ class StreamRun:
         self._headers_at: float | None = None
         self._first_at: float | None = None
         self._ended_at: float | None = None
-        self._source: UpstreamStream | None = None
+        self._source: UpstreamStream | ResumableStream | None = None
 
     def run(self) -> None:
         """Stream until the answer, a fault or an abort ends it. Raises nothing."""
@@ -136,9 +137,17 @@ class StreamRun:
         except ValueError as error:
             raise InvalidRequest(f"the request {error}") from error
         headers = {"traceparent": self._traceparent} if self._traceparent else {}
+        catalog = provider.catalog
         call.phase = "waiting"
-        with provider.upstream.open_stream(
-            target, COMPLETIONS, body, call, headers=headers, classify=self._classify
+        with provider.resumer.open_stream(
+            target,
+            COMPLETIONS,
+            body,
+            call,
+            headers=headers,
+            classify=self._classify,
+            build=catalog.build if catalog else None,
+            model=request.model if catalog and catalog.router_mode else None,
         ) as stream:
             self._headers_at = time.monotonic()
             call.phase, self._source = "reading", stream
@@ -181,6 +190,8 @@ class StreamRun:
         if reason is not None:
             self.error = None
         silent = self.invalid is not None
+        if self._source is not None and self._source.notice is not None:
+            self.assembler.warn(self._source.notice)
         frames = [] if silent else self.assembler.finish(Outcome(reason, self.error))
         if self.error is None:
             self.error = self.assembler.error

@@ -176,6 +176,10 @@ class Assembler:
                     return [frame % body]
         return self._feed(block)
 
+    def warn(self, words: str) -> None:
+        """Say ``words`` in the snapshots from now on; the terminal frame has one."""
+        self._turn.message.warnings.append(words)
+
     def finish(self, outcome: Outcome) -> list[bytes]:
         """The reading has ended: the rest, and the one terminal frame.
 

@@ -71,6 +71,10 @@ class Line:
     ) -> None:
         self.deadline = deadline
         self.connect_timeout = connect_timeout
+        self.connected = False
+        """The connection was made: whatever became of it, the peer may have got the request."""
+        self.local = False
+        """Its other end is on this machine, as the connection itself showed."""
         self._call = call
         self._sock: socket.socket | None = None
         self._cut = False
@@ -97,6 +101,22 @@ class Line:
             self._sock = sock
             if self._cut:
                 _shut(sock)
+
+    def made(self, sock: socket.socket) -> None:
+        """The connection stands, over ``sock``."""
+        self.connected = True
+        try:
+            own, peer = sock.getsockname()[0], sock.getpeername()[0]
+        except OSError:
+            return  # Cut already.
+        self.local = own == peer or peer.startswith("127.")
+
+    def lift(self) -> None:
+        """From now on no wait on this line has an end."""
+        self.deadline = None
+        with self._lock:
+            if self._sock is not None:
+                self._sock.settimeout(None)
 
     def close(self) -> None:
         """The call's thread has no more use for the line; twice does no harm."""
@@ -276,6 +296,7 @@ def _dial(line: Line, connection: HTTPConnection) -> socket.socket:
 
 def _connected(line: Line, connection: HTTPConnection) -> None:
     """urllib3 would send the body under the connect timeout: too short for large images."""
+    line.made(connection.sock)
     connection.timeout = line.left()
     connection.sock.settimeout(connection.timeout)
 

@@ -70,11 +70,14 @@ class UpstreamStream:
     ``status`` and ``headers`` (names in any case) are those of the answer.
     """
 
+    notice: str | None = None
+    """What the reader is to be told of how it went; nothing, for a stream of one connection."""
+
     def __init__(self, response: requests.Response, line: Line, call: Call | None, root: str):
         self.status = response.status_code
         self.headers: Mapping[str, str] = response.headers
         self.consumed = 0
-        """Body bytes handed out so far: where a resumed stream goes on (``from=``)."""
+        """Body bytes handed out so far."""
         self._response = response
         self._line = line
         self._call = call
@@ -213,27 +216,41 @@ class Upstream:
         if ca_file or client_cert:
             self._tls()
 
+    def line(self, call: Call | None = None, timeout: float | None = None) -> Line:
+        """The connection of a request to come, for who wants to know what became of it.
+
+        :param call: whose abort cuts it
+        :param timeout: seconds from now on; None is without end
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return Line(call, connect_timeout=self._connect_timeout, deadline=deadline)
+
     def open_stream(
         self,
         target: Target,
         path: str,
-        body: bytes,
+        body: bytes | None,
         call: Call,
         *,
+        method: str = "POST",
         headers: Mapping[str, str] | None = None,
         classify: Callable[[int, bytes], ProviderError] = classify,
+        line: Line | None = None,
     ) -> UpstreamStream:
-        """POST ``body`` (JSON) and wait, as long as it takes, for the headers of a success.
+        """Send ``body`` (JSON) and wait, as long as it takes, for the headers of a success.
 
         :param path: below the root, with its leading slash
         :param headers: more of them
         :param classify: turns status and body of a failure into the error to raise
+        :param line: of :meth:`line`; its deadline is that of the headers, not of the body
         :raises ProviderError: for any other status, and if the server cannot be reached
         :raises Interrupted: if the call is aborted
         """
-        stream = self._open(target, "POST", path, body, call, headers, None)
+        line = line or self.line(call)
+        stream = self._open(target, method, path, body, call, headers, line)
         try:
             if 200 <= stream.status < 300:
+                line.lift()
                 return stream
             raise classify(stream.status, stream.read_error())
         except BaseException:
@@ -251,12 +268,14 @@ class Upstream:
         call: Call | None = None,
         headers: Mapping[str, str] | None = None,
         limit: int = REPLY_LIMIT,
+        line: Line | None = None,
     ) -> Reply:
         """One short request; the answer whatever its status, but a redirect.
 
         :param payload: sent as JSON; None sends no body
         :param timeout: seconds for all of it
         :param limit: bytes the answer may have
+        :param line: of :meth:`line`; takes the place of ``timeout``
         :raises ProviderError: ``transient`` if no whole answer came, ``permanent`` for a redirect,
             an answer too long and a payload that JSON has no form for
         :raises Interrupted: if the call is aborted
@@ -265,8 +284,8 @@ class Upstream:
             body = None if payload is None else jsontext.dumpb(payload)
         except ValueError as error:
             raise ProviderError("permanent", f"the request {error}") from error
-        deadline = time.monotonic() + timeout
-        with self._open(target, method, path, body, call, headers, deadline) as stream:
+        line = line or self.line(call, timeout)
+        with self._open(target, method, path, body, call, headers, line) as stream:
             if stream.status >= 400:
                 return Reply(stream.status, stream.read_error())
             return Reply(stream.status, stream.read_all(limit))
@@ -279,10 +298,9 @@ class Upstream:
         body: bytes | None,
         call: Call | None,
         headers: Mapping[str, str] | None,
-        deadline: float | None,
+        line: Line,
     ) -> UpstreamStream:
         fields = _headers(target, body, headers)
-        line = Line(call, connect_timeout=self._connect_timeout, deadline=deadline)
         request = LineRequest(line, method, target.root + path, fields, body)
         timeout = self._connect_timeout, None
         try:
