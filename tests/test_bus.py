@@ -889,8 +889,11 @@ def test_an_abort_is_carried_out_while_the_engine_reads_nothing(
     assert aborted == list(range(50))
     assert waiting.running
     # When nothing was read for the send timeout, the connection is given up, and all go on.
+    talk = engine._talk
+    assert talk is not None
     now[0] += 59.0
-    peer.say({"type": "ping"})
+    peer.say({"type": "ping"})  # it is alive, and still reads nothing
+    assert eventually(lambda: talk.session._heard == 59.0)
     now[0] += 1.5
     peer.say({"type": "ping"})
     second = greet(narrow)

@@ -106,7 +106,7 @@ def test_other_answers_than_an_upgrade(answer: bytes, reason: str) -> None:
         sock = server.accept_raw()
         sock.recv(65536)
         sock.sendall(answer)
-        sock.shutdown(socket.SHUT_WR)
+        server.drop()
         with pytest.raises(LinkError, match=reason) as caught:
             connecting.result()
         assert "SECRET" not in str(caught.value)
