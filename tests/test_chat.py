@@ -1,0 +1,143 @@
+"""``chat``: what a person sees, and the whole path in one process."""
+
+import io
+
+import pytest
+
+from provider_llamacpp import BusError, cli
+from provider_llamacpp.commands import chat
+from provider_llamacpp.local import model as demo
+
+USAGE = {"input": 12, "output": 3}
+
+
+def shown(frames, *, colour=False):
+    out = io.StringIO()
+    display = chat.Display(out, colour=colour)
+    for frame in frames:
+        display.show(frame)
+    return out.getvalue(), display.failure
+
+
+def done(content, **more):
+    message = {"content": content, "model": "m", "stop_reason": "end", "usage": USAGE, **more}
+    return {"type": "done", "message": message}
+
+
+def test_thoughts_stand_apart_and_figures_come_last():
+    text, failure = shown(
+        [
+            {"type": "start"},
+            {"type": "thinking_start"},
+            {"type": "thinking_delta", "delta": "hm"},
+            {"type": "thinking_end"},
+            {"type": "text_start"},
+            {"type": "text_delta", "delta": "Hi "},
+            {"type": "text_delta", "delta": "you"},
+            {"type": "text_end"},
+            {"type": "ping"},
+            done([]),
+        ]
+    )
+    lines = text.splitlines()
+    assert lines[:2] == ["(thinking) hm", "Hi you"]
+    assert lines[2].startswith("[m, stop: end, 12 tokens in, 3 out")
+    assert failure is None
+
+
+def test_calls_and_warnings_are_shown():
+    call = {"type": "function_call", "id": "1", "function_id": "fs::ls", "arguments": {"p": "/"}}
+    text, _ = shown([done([call], warnings=["thinking is best effort"])])
+    assert "call fs::ls({'p': '/'})" in text
+    assert "warning: thinking is best effort" in text
+
+
+def test_usage_from_its_own_frame_counts_where_the_message_has_none():
+    text, _ = shown([{"type": "usage", "usage": USAGE}, done([], usage=None)])
+    assert "12 tokens in" in text
+
+
+def test_colours_only_where_wanted():
+    frames = [{"type": "thinking_start"}, {"type": "thinking_end"}, done([])]
+    assert "\x1b[2m" in shown(frames, colour=True)[0]
+    assert "\x1b" not in shown(frames)[0]
+
+
+def test_a_model_cannot_steer_the_terminal():
+    text, _ = shown(
+        [
+            {"type": "text_delta", "delta": "a\x1b]0;title\x07b\tc\r\nd\x9b2J"},
+            done([], model="\x1b[31mred"),
+        ]
+    )
+    assert "\x1b" not in text
+    assert "\x9b" not in text
+    assert "a\\x1b]0;title\\x07b\tc\nd" in text
+
+
+def test_an_error_after_text_starts_on_a_line_of_its_own():
+    message = {"error_kind": "transient", "error_message": "cut\x1b"}
+    text, failure = shown(
+        [{"type": "text_delta", "delta": "half"}, {"type": "error", "error": message}]
+    )
+    assert text == "half\n"
+    assert failure == "transient: cut\\x1b"
+
+
+class Answers:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def call(self, function_id, data):
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"models": [{"id": "x", "provider": "other"}, {"id": "m", "provider": "llamacpp"}]},
+        [{"id": "m", "provider": "llamacpp"}],
+    ],
+)
+def test_the_first_model_of_the_provider_is_taken(answer):
+    assert chat.pick_model(Answers(answer), None, "llamacpp") == "m"
+    assert chat.pick_model(Answers(answer), "wanted", "llamacpp") == "wanted"
+
+
+@pytest.mark.parametrize("answer", [{"models": []}, None, {"models": ["x", {}]}])
+def test_no_model_is_said_with_the_remedy(answer):
+    with pytest.raises(BusError, match="--model"):
+        chat.pick_model(Answers(answer), None, "llamacpp")
+
+
+def test_the_whole_path(llama, capsys):
+    code = cli.main(["chat", "--local", "--api-url", llama.url, "--thinking", "low", "hello"])
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert lines[:2] == [f"(thinking) {demo.THOUGHT}", demo.SENTENCE]
+    assert lines[2].startswith("[demo, stop: end, ")
+
+
+def test_a_system_prompt_reaches_the_server(llama, capsys):
+    def tokens(*more):
+        assert cli.main(["chat", "--local", "--api-url", llama.url, *more, "hello"]) == 0
+        return int(capsys.readouterr().out.split(" tokens in")[0].split()[-1])
+
+    assert tokens("--system", "Be brief, be kind.") > tokens()
+
+
+def test_a_failed_answer_has_exit_code_1(llama, capsys):
+    code = cli.main(["chat", "--local", "--api-url", llama.url, "word " * 9000])
+    assert code == 1
+    assert "context_overflow" in capsys.readouterr().err
+
+
+def test_no_engine_is_said_with_the_flag(capsys):
+    assert cli.main(["chat", "--url", "ws://127.0.0.1:9", "hi"]) == 1
+    assert "--url" in capsys.readouterr().err
+
+
+def test_a_level_nobody_knows_is_named(llama, capsys):
+    code = cli.main(["chat", "--local", "--api-url", llama.url, "--thinking", "loud", "hello"])
+    assert code == 1
+    assert "thinking_level" in capsys.readouterr().err
