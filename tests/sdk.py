@@ -150,13 +150,18 @@ class Router:
             "models::get": self._get,
         }.items():
             self.client.register_function(f"router::{suffix}", self._recorded(suffix, handler))
+        self.client.run(self._provide_type()).result(10)
+        if announce:
+            self.announce()
+
+    async def _provide_type(self) -> None:
+        # On the SDK's own loop: it sends the type before it notes the handler, and bindings that
+        # wait for the type would find none there.
         with warnings.catch_warnings():
             # The SDK calls trigger types old; the router still provides one (protocol 8).
             warnings.simplefilter("ignore", DeprecationWarning)
             described = {"id": READY, "description": "the router is ready"}
             self.client.register_trigger_type(described, _Bindings(self))
-        if announce:
-            self.announce()
 
     # -- what tests do and see ----------------------------------------------------------------
 
