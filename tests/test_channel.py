@@ -351,6 +351,14 @@ def test_a_send_that_finds_no_reader_ends(watch: ChannelWatch) -> None:
         assert pair.peer.ended() is False  # in the middle of a frame
 
 
+def test_last_events_that_find_no_reader(watch: ChannelWatch) -> None:
+    with Server(narrow=True) as server:
+        pair = open_pair(server, watch, send_timeout=0.05)
+        Run(lambda: pair.channel.finish([b"x" * 500_000])).result()
+        assert pair.channel.sent == 0 and pair.gone.count == 0
+        assert pair.peer.ended() is False
+
+
 def test_a_slow_reader_gets_everything(watch: ChannelWatch) -> None:
     with Server(narrow=True) as server:
         pair = open_pair(server, watch)
