@@ -9,6 +9,7 @@ import argparse
 import importlib
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .worker import ProviderWorker
 
 PROGRAM = "provider-llamacpp"
+WIDTH = 79
 DESCRIPTION = (
     "Joins llama-server to the iii engine: serves provider::llamacpp::stream, abort, embed, "
     "count_tokens, refresh_models and on_router_ready on the bus. Without a command it runs the "
@@ -62,7 +64,10 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """The command line, with the arguments of those commands that ``arguments`` name."""
     formatter = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
-        prog=PROGRAM, description=DESCRIPTION, epilog=RUN_EXAMPLE, formatter_class=formatter
+        prog=PROGRAM,
+        description=textwrap.fill(DESCRIPTION, WIDTH),
+        epilog=RUN_EXAMPLE,
+        formatter_class=formatter,
     )
     top.add_argument("--version", action="version", version=f"{PROGRAM} {VERSION}")
     top.add_argument(
@@ -74,7 +79,8 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, formatter_class=formatter)
         if name in arguments:
             module = command_module(name)
-            command.description, command.epilog = module.DESCRIPTION, module.EXAMPLE
+            command.description = textwrap.fill(module.DESCRIPTION, WIDTH)
+            command.epilog = module.EXAMPLE
             module.add_arguments(command)
             _add_settings(command, again=True)
     return top

@@ -70,9 +70,11 @@ def test_a_signal_ends_it_with_code_0(engine, number):
 
 
 def test_a_taken_name_ends_it_with_one_clear_line(engine):
-    with Process("--url", engine.url), Process("--url", engine.url) as second:
-        assert second.process.wait(PATIENCE) != 0
-        second._reader.join()
+    with Process("--url", engine.url):
+        assert engine.wait_for_function("provider::llamacpp::stream", PATIENCE)
+        with Process("--url", engine.url) as second:
+            assert second.process.wait(PATIENCE) != 0
+            second._reader.join()
     told = [line for line in second.lines if line.startswith("provider-llamacpp:")]
     assert len(told) == 1
     assert "provider-llamacpp" in told[0]
@@ -153,7 +155,8 @@ def test_every_flag_is_a_setting(ran, tmp_path):
     assert ran[-1] == Settings()
     flags = (
         "--url ws://h:1 --id pi5 --api-url http://a:1 --ca-file ca --client-cert cc "
-        "--max-streams 3 --ping-interval 4 --fat-deltas --drain 5 --log-level debug --log-json"
+        "--max-streams 3 --ping-interval 4 --fat-deltas --resume off --drain 5 --log-level debug "
+        "--log-json"
     )
     assert cli.main(flags.split()) == 0
     assert ran[-1] == Settings(
@@ -165,11 +168,13 @@ def test_every_flag_is_a_setting(ran, tmp_path):
         max_streams=3,
         ping_interval=4.0,
         fat_deltas=True,
+        resume="off",
         drain=5.0,
         log_level="debug",
         log_json=True,
     )
-    assert len(cli.SETTING_FLAGS) == 11
+    named = {word[2:].replace("-", "_") for word in flags.split() if word.startswith("--")}
+    assert named == set(cli.SETTING_FLAGS)
 
 
 def test_config_is_accepted_and_ignored_with_a_warning(ran, capsys):
