@@ -30,7 +30,7 @@ from case_runner import (
     stream_payload,
 )
 from case_seen import Seen
-from peers import answer_json
+from peers import answer_json, wait_for
 
 NAME = "provider-llamacpp"
 FUNCTIONS = {
@@ -119,15 +119,20 @@ class _Scene:
             asked = time.monotonic()
             request = {"request_id": f"blocked-{number}"}
             calls.append(self.stage.caller.begin("provider::llamacpp::abort", request))
-            exchange = next(
-                each
-                for each in self.stage.upstream.exchanges()
-                if each.request is not None and each.request.path == COMPLETIONS
-                if each.closed_at is None
-            )
-            exchange.client_closed.wait(WAIT)
-            self.cut_after.append(time.monotonic() - asked)
+            # Which connection is whose does not show: one more must have ended.
+            wait_for(lambda done=number + 1: len(self._cut_at()) >= done, "the cut", WAIT)
+            self.cut_after.append(self._cut_at()[number] - asked)
         return calls
+
+    def _cut_at(self) -> list[float]:
+        """When the worker ended its streams' requests, in order."""
+        return sorted(
+            each.closed_at
+            for each in self.stage.upstream.exchanges()
+            if each.closed_at is not None
+            and each.request is not None
+            and each.request.path == COMPLETIONS
+        )
 
     def reconnect(self) -> None:
         """Cut the connection and let the worker come back."""
