@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .bus.channel import Channel
     from .provider import Provider
     from .server.resume import ResumableStream
-    from .server.upstream import UpstreamStream
+    from .server.upstream import Target, UpstreamStream
 
 COMPLETIONS = "/v1/chat/completions"
 BLOCKED = 1.0
@@ -79,7 +79,8 @@ class StreamRun:
         self.call = call
         self.channel: Channel | None = None
         self.root: str | None = None
-        """The server it runs on, once resolved."""
+        self.target: Target | None = None
+        """The server it runs on, once resolved; ``root`` is its address."""
         self._open_channel = open_channel
         self._fat = fat
         self._runs = runs
@@ -122,7 +123,7 @@ class StreamRun:
         call, provider, request = self.call, self.provider, self.request
         call.phase = "resolving"
         target, default_tokens = provider.target(call)
-        self.root = target.root
+        self.target, self.root = target, target.root
         prepared = chat_body(
             request,
             max_tokens=request.max_output_tokens or default_tokens,
@@ -132,6 +133,8 @@ class StreamRun:
         # A chunk for every batch of the prompt, some 2000 tokens; servers that do not know the
         # field ignore it.
         prepared.body.setdefault("return_progress", True)
+        # Lets end_thinking end a thought of this answer; costs nothing where nobody asks for it.
+        prepared.body.setdefault("reasoning_control", True)
         try:
             body = jsontext.dumpb(prepared.body)
         except ValueError as error:
@@ -167,12 +170,15 @@ class StreamRun:
         assert channel is not None
         feed, send = assembler.feed, channel.send
         # The first token is apart, so that its time can be taken without a clock for the others.
-        while not (assembler.started or assembler.ended) and (block := read()):
-            if frames := feed(block):
+        while not assembler.started:
+            block = read()
+            if block and (frames := feed(block)):
                 self._first_at = time.monotonic()
                 self._writing = True
                 send(frames)
                 self._writing = False
+            if not block or assembler.ended:
+                return
         while not assembler.ended and (block := read()):
             if frames := feed(block):
                 self._writing = True

@@ -90,3 +90,14 @@ def test_a_failing_tick_does_not_end_the_thread(caplog):
     finally:
         watchdog.stop(10)
     assert "a watchdog tick failed" in caplog.text
+
+
+def test_it_knows_how_long_a_stream_has_been_silent(watchdog, run):
+    assert watchdog.silence(1, 101.0) is None
+    watchdog.tick(101.0)
+    assert watchdog.silence(1, 101.5) == 1.5
+    run.channel.sent += 1
+    watchdog.tick(102.0)
+    assert watchdog.silence(1, 105.0) == 3.0
+    assert watchdog.silence(1, 101.0) == 0.0
+    assert watchdog.silence(2, 105.0) is None

@@ -1,0 +1,362 @@
+"""``status``: what a running worker does now, asked over the bus and drawn again and again.
+
+Looking wakes nothing: the worker tells what it knows, and asks llama-server nothing for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BusError
+from ..settings import Settings
+from .terminal import Column, Part, Style, Terminal, hold_logs
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+DESCRIPTION = (
+    "Watch a running worker: its streams and what each waits for, the state of llama-server, the "
+    "errors of the last minutes. Wakes and loads nothing. Ctrl-C ends it."
+)
+EXAMPLE = """\
+examples:
+  provider-llamacpp status
+  provider-llamacpp status --once
+  provider-llamacpp status --once --json | jq .active_streams
+  provider-llamacpp status --json --interval 10 >> status.jsonl
+"""
+SECONDS = 5.0
+"""For one answer of the worker, which has it at hand."""
+SILENT = 3.0
+"""Seconds without a token that are worth a word."""
+FEW = 3
+"""Errors shown on a terminal, where streams need the room."""
+FRAME = 14
+"""Lines of a page that are neither streams nor errors, and a margin."""
+
+Stats = Mapping[str, Any]
+
+STREAMS = (
+    Column("#", right=True),
+    Column("model", wrap=True),
+    Column("phase"),
+    Column("tokens", right=True),
+    Column("per s", right=True),
+    Column("time", right=True),
+)
+_SERVER: Mapping[str, tuple[str, Style]] = {
+    "ready": ("ready", "good"),
+    "loading": ("loading its model", "warn"),
+    "sleeping": ("sleeping, wakes when asked", "dim"),
+    "no model": ("serves no model", "warn"),
+    "refused": ("refuses the API key", "bad"),
+    "failing": ("answers, but not as it should", "bad"),
+    "away": ("away", "bad"),
+    "unknown": ("not asked yet", "dim"),
+}
+_PHASES: Mapping[str, tuple[str, Style]] = {
+    "accepted": ("accepted", ""),
+    "connecting": ("connecting to its caller", ""),
+    "resolving": ("asking where the server is", ""),
+    "queued": ("queued in the server", "warn"),
+    "prompt": ("prompt", "strong"),
+    "generating": ("generating", "good"),
+    "blocked": ("slow caller", "bad"),
+    "ending": ("ending", "dim"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("--once", action="store_true", help="show it once and exit")
+    parser.add_argument(
+        "--json", action="store_true", help="as JSON: one object, or one a line while watching"
+    )
+    parser.add_argument(
+        "--interval",
+        type=_interval,
+        default=1.0,
+        metavar="SECONDS",
+        help="between two looks (default 1)",
+    )
+
+
+def _interval(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError("must be from 0.1 to 3600")
+    return seconds
+
+
+def run(settings: Settings, options: argparse.Namespace) -> int:
+    """The command."""
+    from .caller import Caller
+
+    hold_logs(settings)
+    terminal = Terminal.of(sys.stdout)
+    with Caller(settings) as caller:
+        function_id = f"provider::{settings.id}::status"
+        looks = watch(
+            lambda: caller.call(function_id, {}, timeout=SECONDS),
+            pause=threading.Event().wait,
+            interval=options.interval,
+        )
+        try:
+            first = next(looks)
+        except BusError as error:
+            print(f"provider-llamacpp: {_missing(error, function_id, settings)}", file=sys.stderr)
+            return 1
+        try:
+            _display(terminal, first, iter(()) if options.once else looks, options)
+        except KeyboardInterrupt:
+            pass
+        except BrokenPipeError:
+            # Whoever read it has seen enough; Python must not find out again while it exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _display(
+    terminal: Terminal, first: Look, looks: Iterator[Look], options: argparse.Namespace
+) -> None:
+    if options.json:
+        indent = 2 if options.once else None
+        print(json.dumps(first.stats, indent=indent), flush=True)
+        for look in looks:
+            if look.problem is None:
+                print(json.dumps(look.stats), flush=True)
+        return
+    if options.once or not (terminal.rich and terminal.live):
+        show(terminal, page(terminal, first))
+        for look in looks:
+            terminal.line()
+            show(terminal, page(terminal, look))
+        return
+    from rich.live import Live
+
+    def drawn(look: Look) -> Group:
+        return renderable(terminal, page(terminal, look, height=terminal.console.height))
+
+    with Live(drawn(first), console=terminal.console, auto_refresh=False) as live:
+        for look in looks:
+            live.update(drawn(look), refresh=True)
+
+
+def _missing(error: BusError, function_id: str, settings: Settings) -> str:
+    from ..bus.link import origin
+
+    if error.code == "function_not_found":
+        return (
+            f"no worker serves {function_id} on {origin(settings.url)}: start provider-llamacpp "
+            "there, or name the id of the one that runs with --id"
+        )
+    return f"the worker does not answer: {error}"
+
+
+# -- looking ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What was seen."""
+
+    stats: Stats
+    at: float
+    """Seconds since 1970."""
+    problem: str | None = None
+    """Why ``stats`` are those of an earlier look."""
+
+
+def watch(
+    ask: Callable[[], Stats],
+    *,
+    pause: Callable[[float], object],
+    interval: float,
+    clock: Callable[[], float] = time.time,
+) -> Iterator[Look]:
+    """Look again and again; what fails after the first look is told beside the last answer.
+
+    :raises BusError: if the first look fails
+    """
+    look = Look(ask(), clock())
+    while True:
+        yield look
+        pause(interval)
+        try:
+            look = Look(ask(), clock())
+        except BusError as error:
+            gone = error.code == "function_not_found"
+            problem = "the worker has left the bus" if gone else f"the worker is silent ({error})"
+            look = Look(look.stats, look.at, problem)
+
+
+# -- drawing ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table of a page."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Part]]
+
+
+Line = tuple[Part, ...]
+Page = list[Line | Grid]
+
+
+def show(terminal: Terminal, content: Page) -> None:
+    """Write a page once."""
+    for each in content:
+        if isinstance(each, Grid):
+            terminal.table(each.columns, each.rows)
+        else:
+            terminal.line(*each)
+
+
+def renderable(terminal: Terminal, content: Page) -> Group:
+    """A page for the live display of ``rich``."""
+    from rich.console import Group
+
+    return Group(
+        *(
+            terminal.rich_table(each.columns, each.rows)
+            if isinstance(each, Grid)
+            else terminal.rich_text(*each)
+            for each in content
+        )
+    )
+
+
+def page(terminal: Terminal, look: Look, *, height: int | None = None) -> Page:
+    """All there is to say, or as much of it as ``height`` lines hold."""
+    stats = look.stats
+    clock = time.strftime("%H:%M:%S", time.localtime(look.at))
+    connected: Part = ("engine connected", "good") if stats["connected"] else ("engine away", "bad")
+    head = f"provider-llamacpp {stats['version']} as {stats['id']}, up {duration(stats['uptime'])}"
+    content: Page = [((head, "strong"), ", ", connected, (f"  {clock}", "dim"))]
+    if look.problem is not None:
+        content.append(((f"{look.problem}; this is what it said at {clock}", "bad"),))
+    content += _server(terminal, stats["server"])
+    content.append(())
+    streams = stats["streams"]
+    content.append((f"{len(streams)} of {stats['max_streams']} streams",))
+    if streams:
+        room = len(streams) if height is None else max(1, height - FRAME)
+        content.append(Grid(STREAMS, [_row(each) for each in streams[:room]]))
+        if len(streams) > room:
+            content.append(((f"and {len(streams) - room} more", "dim"),))
+    content += [(), (_totals(stats),)]
+    errors = stats["errors"] if height is None else stats["errors"][-FEW:]
+    if errors:
+        content += [(), (f"errors of the last minutes ({len(stats['errors'])})",)]
+        for each in errors:
+            content += _error(terminal, each)
+    return content
+
+
+def _server(terminal: Terminal, server: Mapping[str, Any]) -> Iterator[Line]:
+    words, style = _SERVER.get(server["state"], (server["state"], ""))
+    if server["seconds"] is not None and server["state"] != "ready":
+        words += f" for {duration(server['seconds'])}"
+    details = [server["build"] and str(server["build"]), _slots(server["slots"])]
+    if server["router_mode"]:
+        details.append("router mode")
+    if server["asked"] is not None:
+        details.append(f"asked {duration(server['asked'])} ago")
+    yield f"llama-server {server['url'] or 'at an unknown address'}: ", (words, style)
+    if more := ", ".join(each for each in details if each):
+        yield ((f"  {more}", "dim"),)
+    if server["problem"]:
+        for line in terminal.wrap(server["problem"], 2):
+            yield "  ", (line, style)
+    if server["state"] == "refused":
+        yield (("  mend api_key in the router's settings, or the worker's key variable", "bad"),)
+    for model in server["models"][:5]:
+        yield (
+            f"  {model['id']}: ",
+            (model["state"], "good" if model["state"] == "loaded" else "dim"),
+            f", {model['context_window']} tokens a slot",
+        )
+    more_models = server["more_models"] + max(0, len(server["models"]) - 5)
+    if more_models:
+        yield ((f"  and {more_models} models more", "dim"),)
+
+
+def _slots(count: int | None) -> str:
+    return "" if count is None else f"{count} slot" + ("s" if count != 1 else "")
+
+
+def _row(stream: Mapping[str, Any]) -> list[Part]:
+    words, style = _PHASES.get(stream["phase"], (stream["phase"], ""))
+    prompt = stream["prompt"]
+    if stream["phase"] == "prompt" and prompt:
+        share = prompt["processed"] / max(1, prompt["total"])
+        words += f" {prompt['processed']} of {prompt['total']} ({share:.0%})"
+    silent = stream["silent"] or 0.0
+    if stream["phase"] == "blocked":
+        words += f" for {duration(silent)}"
+    elif stream["phase"] == "generating" and silent >= SILENT:
+        words += f", silent {duration(silent)}"
+    rate = stream["tokens_per_second"]
+    return [
+        str(stream["stream"]),
+        stream["model"],
+        (words, style),
+        str(stream["tokens"] or "-"),
+        "-" if rate is None else f"{rate:.1f}",
+        duration(stream["seconds"]),
+    ]
+
+
+def _totals(stats: Stats) -> str:
+    outcomes = stats["outcomes"]
+    parts = [f"{count} {'done' if name == 'end' else name}" for name, count in outcomes.items()]
+    ended = sum(outcomes.values())
+    text = f"{ended} stream{'' if ended == 1 else 's'} ended"
+    if parts:
+        text += f" ({', '.join(parts)})"
+    usage = stats["usage"]
+    if usage:
+        text += f", {short(usage.get('input', 0))} tokens in, {short(usage.get('output', 0))} out"
+    if stats["reconnects"]:
+        text += f", {stats['reconnects']} reconnects"
+    return text
+
+
+def _error(terminal: Terminal, error: Mapping[str, Any]) -> Iterator[Line]:
+    clock = time.strftime("%H:%M:%S", time.localtime(error["at"] / 1000))
+    times = f", {error['count']} times" if error["count"] > 1 else ""
+    yield (clock, "dim"), "  ", (error["kind"], "bad"), f" ({error['where']}{times})"
+    for line in terminal.wrap(error["message"], 10):
+        yield " " * 10, line
+
+
+def duration(seconds: float) -> str:
+    """``0.3 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    for unit, smaller, size, part in (
+        ("d", "h", 86400, 3600),
+        ("h", "min", 3600, 60),
+        ("min", "s", 60, 1),
+    ):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part} {smaller}"
+    return f"{whole} s"
+
+
+def short(count: int) -> str:
+    """``812``, ``8.1k``, ``2.3M``."""
+    if count < 1000:
+        return str(count)
+    return f"{count / 1000:.1f}k" if count < 999_950 else f"{count / 1_000_000:.1f}M"
