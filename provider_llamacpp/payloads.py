@@ -93,7 +93,7 @@ def decode_stream(data: object) -> StreamRequest:
     if response_format is not None:
         _text(response_format, "type", ("response_format",))
     return StreamRequest(
-        writer=_writer(payload.get("writer_ref")),
+        writer=decode_writer(payload.get("writer_ref")),
         model=_text(payload, "model"),
         messages=_messages(payload),
         max_output_tokens=_optional_count(payload, "max_output_tokens"),
@@ -154,7 +154,11 @@ def _payload(data: object) -> dict[str, Any]:
     return data
 
 
-def _writer(value: object) -> WriterRef:
+def decode_writer(value: object) -> WriterRef:
+    """Unpack a ``writer_ref``.
+
+    :raises InvalidRequest: naming the field that does not fit
+    """
     path = ("writer_ref",)
     if not isinstance(value, dict):
         _fail(path, "must be an object")

@@ -81,6 +81,11 @@ class Provider:
     # -- questions of calls ---------------------------------------------------------------
 
     @property
+    def settings(self) -> Settings:
+        """What it was told."""
+        return self._settings
+
+    @property
     def catalog(self) -> Catalog | None:
         """What the server served when last asked; None before the first answer."""
         return self._catalog

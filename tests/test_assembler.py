@@ -539,3 +539,15 @@ def test_a_long_answer_takes_memory_for_its_text_alone():
     assert machine.tokens == 100_000
     assert held < 2 << 20
     assert len(run([event, finish()])) > 0
+
+
+def test_knows_the_servers_id_and_when_the_thought_is_over():
+    seen = assembler()
+    facts = [(seen.server_id, seen.past_thinking)]
+    for delta in ({"reasoning_content": "a"}, {"reasoning_content": "b"}, {"content": "c"}):
+        seen.feed(chunk(delta, id="chatcmpl-1"))
+        facts.append((seen.server_id, seen.past_thinking))
+    seen.feed(finish())
+    facts.append((seen.server_id, seen.past_thinking))
+    name = "chatcmpl-1"
+    assert facts == [(None, False), (name, False), (name, False), (name, True), (name, True)]

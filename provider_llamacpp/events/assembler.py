@@ -136,6 +136,17 @@ class Assembler:
         return self._turn.server_model
 
     @property
+    def server_id(self) -> str | None:
+        """The server's own id of this answer; None until a chunk came."""
+        return self._turn.server_id
+
+    @property
+    def past_thinking(self) -> bool:
+        """The answer itself has begun: there is no thought left to end."""
+        block = self._turn.open
+        return self._turn.complete or (block is not None and block.kind != "thinking")
+
+    @property
     def progress(self) -> dict[str, Any] | None:
         """The newest ``prompt_progress``, as the server gave it."""
         return self._turn.progress

@@ -67,6 +67,7 @@ class Turn:
         self.ended = False
         self.error: ProviderError | None = None
         self.server_model: str | None = None
+        self.server_id: str | None = None
         self.progress: dict[str, Any] | None = None
         self.open: Block | None = None
         self.touched: Block | None = None
@@ -92,6 +93,8 @@ class Turn:
         model, progress, usage = (chunk.get(key) for key in ("model", "prompt_progress", "usage"))
         if isinstance(model, str) and model:
             self.server_model = model
+        if self.server_id is None and isinstance(name := chunk.get("id"), str) and name:
+            self.server_id = name
         if isinstance(progress, dict):
             self.progress = progress
         if isinstance(usage, dict):

@@ -1,8 +1,6 @@
 """Embeddings and token counts: short questions to llama-server, checked answers.
 
-Failures leave as ``invocation_failed`` with the prefixes of provider protocol 9, which callers look
-at: ``invalid_input``, ``provider/upstream`` (no answer), ``provider/upstream_status`` (the server's
-own words), ``provider/bad_response`` and ``provider/config``.
+Failures leave as :mod:`.asking` says.
 """
 
 from __future__ import annotations
@@ -12,12 +10,12 @@ import binascii
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from ..calls import Call
-from ..errors import BusError, ProviderError
-from ..events.classify import classify
-from .upstream import Reply, Target, Upstream
+from ..errors import BusError
+from .asking import ask, failure, read_object, refused, unsound
+from .upstream import Target, Upstream
 
 SECONDS = 20.0
 """For one request (provider protocol 9); the router waits 30."""
@@ -25,54 +23,6 @@ MOST_INPUTS = 512
 """Texts of one embedding request (provider protocol 9)."""
 EMBED_LIMIT = 256 * 1024 * 1024
 """Bytes of an answer: 512 vectors of 8192 numbers are some 85 million."""
-
-_Prefix = Literal[
-    "invalid_input",
-    "provider/upstream",
-    "provider/upstream_status",
-    "provider/bad_response",
-    "provider/config",
-]
-
-
-def failure(prefix: _Prefix, message: str) -> BusError:
-    """What the caller gets. The router passes on a provider whose error text holds the name of a
-    certain code, so the server's words must not smuggle it in."""
-    message = message.replace("function_not_found", "function not found")
-    return BusError("invocation_failed", f"{prefix}: {message}")
-
-
-def _ask(
-    upstream: Upstream,
-    target: Target,
-    path: str,
-    payload: Mapping[str, Any],
-    call: Call | None,
-    **options: Any,
-) -> Reply:
-    try:
-        return upstream.request(
-            target, "POST", path, payload, timeout=SECONDS, call=call, **options
-        )
-    except ProviderError as error:
-        at_fault: _Prefix = "provider/config" if error.kind == "permanent" else "provider/upstream"
-        raise failure(at_fault, error.message) from error
-
-
-def _refused(reply: Reply) -> BusError:
-    words = classify(reply.status, reply.body).message
-    return failure("provider/upstream_status", f"HTTP {reply.status}: {words}")
-
-
-def _object(reply: Reply, path: str) -> Mapping[str, Any]:
-    try:
-        value = reply.json()
-    except ValueError as error:
-        raise failure("provider/bad_response", f"{path}: the answer is no JSON") from error
-    if not isinstance(value, dict):
-        raise failure("provider/bad_response", f"{path}: the answer is no JSON object")
-    return value
-
 
 # -- counting ---------------------------------------------------------------------------------
 
@@ -112,15 +62,15 @@ class TokenCounter:
         for route, payload in routes:
             if (target.root, route) in self._lacking:
                 continue
-            reply = _ask(self._upstream, target, route, payload, call)
+            reply = ask(self._upstream, target, "POST", route, payload, timeout=SECONDS, call=call)
             if reply.status in _LACKS:
                 self._lacking |= {(target.root, route)}
                 continue
             if not reply.ok:
-                raise _refused(reply)
+                raise refused(reply)
             if route == _TEMPLATE:
-                return self._tokenize(target, body, _object(reply, route), call)
-            return _count_in(_object(reply, route).get("input_tokens"), route)
+                return self._tokenize(target, body, read_object(reply, route), call)
+            return _count_in(read_object(reply, route).get("input_tokens"), route)
         # It may be replaced by a newer build: look again next time.
         self._lacking -= {(target.root, route) for route, _ in routes}
         raise failure(
@@ -144,10 +94,12 @@ class TokenCounter:
         payload = {"content": prompt, "add_special": True, "parse_special": True}
         if "model" in body:
             payload["model"] = body["model"]
-        reply = _ask(self._upstream, target, "/tokenize", payload, call)
+        reply = ask(
+            self._upstream, target, "POST", "/tokenize", payload, timeout=SECONDS, call=call
+        )
         if not reply.ok:
-            raise _refused(reply)
-        tokens = _object(reply, "/tokenize").get("tokens")
+            raise refused(reply)
+        tokens = read_object(reply, "/tokenize").get("tokens")
         if not isinstance(tokens, list):
             raise failure("provider/bad_response", "/tokenize: the answer holds no tokens")
         return len(tokens)
@@ -181,17 +133,26 @@ def embed(
     payload: dict[str, Any] = {"input": list(inputs)}
     if model is not None:
         payload["model"] = model
-    reply = _ask(upstream, target, _EMBEDDINGS, payload, call, limit=EMBED_LIMIT)
+    reply = ask(
+        upstream,
+        target,
+        "POST",
+        _EMBEDDINGS,
+        payload,
+        timeout=SECONDS,
+        call=call,
+        limit=EMBED_LIMIT,
+    )
     if not reply.ok:
-        raise _refused(reply)
-    answer = _object(reply, _EMBEDDINGS)
+        raise refused(reply)
+    answer = read_object(reply, _EMBEDDINGS)
     vectors = _vectors(answer.get("data"), len(inputs))
     named = answer.get("model")
     return {"model": model or (named if isinstance(named, str) else ""), "embeddings": vectors}
 
 
 def _unsound(problem: str) -> BusError:
-    return failure("provider/bad_response", f"{_EMBEDDINGS}: {problem}")
+    return unsound(_EMBEDDINGS, problem)
 
 
 def _vectors(rows: object, count: int) -> list[list[float]]:
