@@ -14,6 +14,7 @@ LAYERS = [
     {"settings", "jsontext", "logs", "notify", "recent"},
     {"calls", "schemas"},
     {"transcript.arguments", "transcript.names"},
+    {"fields"},
     {"payloads"},
     {"transcript.rows"},
     {"transcript.convert"},
