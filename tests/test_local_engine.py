@@ -1082,8 +1082,8 @@ def test_the_engines_own_triggers(start, raw, profile):
 def test_nothing_changed_fires_nothing(start, raw):
     engine = start(poll_interval=0.01)
     watcher = raw(engine, "watcher")
-    watcher.send(type="registerfunction", id="f")
     watcher.send(**trigger(trigger_type="engine::functions-available"))
+    watcher.send(type="registerfunction", id="f")
     assert watcher.receive()["data"]["event"] == "functions_changed"
     watcher.ws.settimeout(0.2)
     with pytest.raises(websocket.WebSocketTimeoutException):
@@ -1672,6 +1672,14 @@ class Slow:
         self.closed.append(code)
 
 
+def test_a_connection_that_comes_too_late(start, raw):
+    engine = start()
+    engine._stopping.set()
+    late = raw(engine, greeted=False)
+    assert late.closed() is None
+    assert engine.connections == []
+
+
 def test_outbox_holds_up_the_reader():
     slow = Slow()
     outbox = Outbox(slow, "test")
@@ -1679,7 +1687,7 @@ def test_outbox_holds_up_the_reader():
     for number in range(OUTBOX + 1):
         outbox.post(str(number))
     while len(outbox) > OUTBOX:
-        pass  # the sender takes the first at once
+        threading.Event().wait(0.01)  # the sender takes the first at once
     passed = threading.Event()
     waiting = threading.Thread(target=lambda: (outbox.wait_for_room(), passed.set()))
     waiting.start()

@@ -714,7 +714,7 @@ def test_a_provider_that_dies(start, provide, sdk, engine):
         if frame["type"] == "start":
             # As the end of its process would: the bus socket and that of the channel.
             engine.drop_worker("provider-fake")
-            writers = [end for end in engine._ends if end.relay is not None]
+            writers = [end for end in engine._active if end.relay is not None]
             (streaming,) = [end for end in writers if end.channel.id == provider_end(engine)]
             streaming.cut()
 
@@ -1218,6 +1218,16 @@ def test_stop_cuts_a_caller_that_does_not_read(engine, provide, made):
     assert stuck == 20
     router.stop()
     assert router.running == []
+
+
+def test_rediscovery_without_an_engine(caplog):
+    router = LoopbackRouter("ws://127.0.0.1:1", environ={}, rediscovery_delay=0.0)
+    with caplog.at_level(logging.DEBUG, "provider_llamacpp"):
+        router._functions_available({})
+        router._timers["discover"].join(EVENTUALLY)
+        router._connected()
+    assert "could not look for providers" in caplog.text
+    assert "could not announce the router" in caplog.text
 
 
 def test_news_without_an_engine():

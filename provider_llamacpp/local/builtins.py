@@ -6,6 +6,7 @@ listing's; a worker should not lean on more than that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BusError
@@ -114,6 +115,17 @@ def unregister_trigger(hub: Hub, peer: Peer | None, data: Frame) -> Frame:
 
 def log(hub: Hub, peer: Peer | None, data: Frame) -> None:
     """``engine::log::*``: taken and discarded."""
+
+
+def served(own: Callable[[Peer | None, Frame], Any], peer: Peer | None, data: Any) -> Any:
+    """The answer of one of the engine's own functions, whatever it was given.
+
+    :raises BusError: its own, or ``deserialization_error`` where the data does not fit
+    """
+    try:
+        return own(peer, data if isinstance(data, dict) else {})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise BusError("deserialization_error", str(error)) from error
 
 
 FUNCTIONS: dict[str, Any] = {

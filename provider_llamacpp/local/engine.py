@@ -82,9 +82,10 @@ class LoopbackEngine:
         self._server: Server | None = None
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._active: set[EngineConnection] = set()
+        """Every connection that was let in and is not gone."""
         self._controls: dict[Peer, tuple[EngineConnection, Outbox]] = {}
-        self._ends: set[EngineConnection] = set()
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -140,15 +141,17 @@ class LoopbackEngine:
         else:
             self.close_all(code)
         self._hub.channels.clear()
-        for end in self._snapshot(self._ends):
-            end.cut()
+        self.drop_channels()
         deadline = time.monotonic() + CLOSE_WAIT
         for _, outbox in self._snapshot(self._controls.values()):
             outbox.join(max(0.0, deadline - time.monotonic()))
-        self.drop_all()
+        for connection in self._snapshot(self._active):
+            connection.cut()
         server.shutdown()
         for thread in self._threads:
             thread.join()
+        with self._lock:
+            self._lock.wait_for(lambda: not self._active, HEADER_DEADLINE)
 
     def __enter__(self) -> LoopbackEngine:
         return self.start()
@@ -231,7 +234,8 @@ class LoopbackEngine:
     def drop_channels(self) -> None:
         """Cut the sockets of every channel end."""
         # Readers first: they would see an orderly end of a writer that is cut.
-        for end in sorted(self._snapshot(self._ends), key=lambda each: each.relay is not None):
+        ends = [each for each in self._snapshot(self._active) if each.channel is not None]
+        for end in sorted(ends, key=lambda each: each.relay is not None):
             end.cut()
 
     def close_all(self, code: int = 1000) -> None:
@@ -294,31 +298,34 @@ class LoopbackEngine:
     def _serve(self, connection: ServerConnection) -> None:
         ours, request = cast(EngineConnection, connection), connection.request
         assert request is not None
-        path = request.path.partition("?")[0]
-        if path == "/otel":
-            _discard(ours)
-        elif path == "/":
-            self._serve_worker(ours, bears(request, self._token))
-        else:
-            self._serve_end(ours, ours.channel)
+        with self._lock:
+            if self._stopping.is_set():
+                ours.cut()
+                return
+            self._active.add(ours)
+        try:
+            path = request.path.partition("?")[0]
+            if path == "/otel":
+                _discard(ours)
+            elif path == "/":
+                self._serve_worker(ours, bears(request, self._token))
+            elif ours.channel is None:
+                ours.close_without_code()
+            else:
+                self._serve_end(ours, ours.channel)
+        finally:
+            with self._lock:
+                self._active.discard(ours)
+                self._lock.notify_all()
 
     # --- channels, on the thread of an end -----------------------------------------------------
 
-    def _serve_end(self, connection: EngineConnection, channel: Channel | None) -> None:
-        if channel is None:
-            connection.close_without_code()
-            return
-        with self._lock:
-            self._ends.add(connection)
-        try:
-            if connection.relay is not None:
-                _discard(connection)
-                channel.finish()
-            else:
-                self._serve_reader(connection, channel)
-        finally:
-            with self._lock:
-                self._ends.discard(connection)
+    def _serve_end(self, connection: EngineConnection, channel: Channel) -> None:
+        if connection.relay is None:
+            self._serve_reader(connection, channel)
+        else:
+            _discard(connection)
+            channel.finish()
 
     def _serve_reader(self, connection: EngineConnection, channel: Channel) -> None:
         try:

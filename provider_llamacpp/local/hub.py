@@ -309,7 +309,7 @@ class Hub:
                 raise BusError("INVALID_NAMESPACE", "namespace is blank")
             own = self._own(namespace, function_id)
             if own is not None:
-                result = _served(own, caller, data)
+                result = builtins.served(own, caller, data)
                 if deliver is not None:
                     deliver({"result": result})
                 return
@@ -331,6 +331,8 @@ class Hub:
         return None if stored is None else lambda caller, data: stored(data)
 
     def _not_found(self, namespace: str, function_id: str) -> str:
+        if not self.profile.namespaces:
+            return f"function {function_id!r} not found"
         elsewhere = sorted(ns for ns, each in self.functions if each == function_id)
         hint = f"; it exists in: {', '.join(elsewhere)}" if elsewhere else ""
         return f"function {function_id!r} not found in namespace {namespace!r}{hint}"
@@ -394,11 +396,3 @@ class Hub:
             if trigger.namespace is not None:
                 frame["namespace"] = trigger.namespace
             self._route(None, frame, None)
-
-
-def _served(own: Callable[[Peer | None, Frame], Any], caller: Peer | None, data: Any) -> Any:
-    """The answer of one of the engine's own functions, whatever it was given."""
-    try:
-        return own(caller, data if isinstance(data, dict) else {})
-    except (TypeError, ValueError, AttributeError) as error:
-        raise BusError("deserialization_error", str(error)) from error
