@@ -5,20 +5,17 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import os
 import sys
-import textwrap
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._version import VERSION
-from .errors import FatalError, ProviderLlamacppError, SettingsError
-from .settings import DEFAULT_URL, Settings, from_environment
 
 if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
     from .notify import Notifier
+    from .settings import Settings
     from .worker import ProviderWorker
 
 PROGRAM = "provider-llamacpp"
@@ -62,6 +59,9 @@ TARGETS = (
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """The command line, with the arguments of those commands that ``arguments`` name."""
+    import argparse
+    import textwrap
+
     formatter = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
         prog=PROGRAM,
@@ -88,11 +88,16 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 def command_module(name: str) -> Any:
     """The module of a command."""
+    import importlib
+
     return importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
 
 
 def _add_settings(to: argparse.ArgumentParser, *, again: bool = False) -> None:
     """The settings' flags; ``again`` repeats them behind a command without hiding the first."""
+    import argparse
+
+    from .settings import DEFAULT_URL
 
     def add(name: str, help: str, **more: Any) -> None:
         more.setdefault("default", argparse.SUPPRESS if again else None)
@@ -137,7 +142,16 @@ SETTING_FLAGS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments == ["--version"]:
+        # Asked for by scripts, and answered before anything is imported.
+        print(f"{PROGRAM} {VERSION}")
+        return 0
+    import os
+
+    from .errors import ProviderLlamacppError, SettingsError
+    from .settings import from_environment
+
     options = parser(arguments).parse_args(arguments)
     if options.manifest:
         print(manifest())
@@ -184,6 +198,7 @@ def manifest() -> str:
 
 def run_worker(settings: Settings) -> int:
     """Run the worker until a signal or a fatal error ends it."""
+    import os
     import signal
     import threading
     from queue import SimpleQueue
@@ -210,6 +225,8 @@ def _wait(worker: ProviderWorker, signals: Any, notifier: Notifier) -> int:
     """First signal: drain. Second: cut. Exit code 0 for both, 1 if the worker cannot go on."""
     import threading
     from queue import Empty
+
+    from .errors import FatalError
 
     stopping: threading.Thread | None = None
     while True:

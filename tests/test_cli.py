@@ -113,12 +113,16 @@ def test_manifest(capsys):
     assert "armv7-unknown-linux-gnueabihf" in manifest["supported_targets"]
 
 
-@pytest.mark.parametrize("flag", ["--help", "--version"])
-def test_quick_answers(capsys, flag):
-    with pytest.raises(SystemExit) as caught:
-        cli.main([flag])
-    assert caught.value.code == 0
-    assert "provider-llamacpp" in capsys.readouterr().out
+def test_help_and_version(capsys):
+    assert cli.main(["--version"]) == 0
+    version = capsys.readouterr().out
+    for arguments in (["--help"], ["--url", "ws://h:1", "--version"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert out.endswith(version)
+    assert "examples:" in out
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
