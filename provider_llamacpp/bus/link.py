@@ -20,13 +20,14 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import websocket
 
 from ..errors import ProviderLlamacppError
 
+_HEAD = 4096
 SLICE = 1.0
 """Seconds a wait to send lasts at most in one go: where a shutdown does not wake it (Windows), it
 still sees a cut."""
@@ -110,6 +111,32 @@ class Waker:
             self._sender.close()
 
 
+class _Handshake:
+    """The socket as websocket-client sees it while it reads the response's head.
+
+    It asks for one byte at a time, some 170 of them, which is most of what a channel costs. This
+    fetches the head in one go and no byte behind it: what follows belongs to the frames.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._head = b""
+        self._seen = b""
+
+    def recv(self, size: int) -> bytes:
+        if not self._head:
+            peeked = self._sock.recv(_HEAD, socket.MSG_PEEK)
+            begun = len(self._seen)
+            end = (self._seen + peeked).find(b"\r\n\r\n")
+            self._head = self._sock.recv(len(peeked) if end < 0 else end + 4 - begun)
+            self._seen = (self._seen + self._head)[-3:]
+        taken, self._head = self._head[:size], self._head[size:]
+        return taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
 class Link:
     """One connection, from before it is made until after it is closed.
 
@@ -181,12 +208,14 @@ class Link:
         # A redirect would take the bearer elsewhere. Only browsers owe an Origin.
         made = websocket.create_connection(
             self._url,
-            socket=sock,
+            # TLS cannot be peeked into.
+            socket=sock if self._secure else _Handshake(sock),
             header=headers,
             redirect_limit=0,
             suppress_origin=True,
             enable_multithread=False,
         )
+        made.sock = sock
         sock.setblocking(False)
         if self._secure:
             self._send_now, self._receive_now = self._send_tls, self._receive_tls
