@@ -119,9 +119,27 @@ def _add_settings(to: argparse.ArgumentParser, *, again: bool = False) -> None:
         "take broken streams up again (default auto: of servers on other machines)",
         choices=("auto", "on", "off"),
     )
+    add(
+        "--allow-server-tools",
+        "let callers run llama-server's own tools: those that do not write, or NAMES "
+        "(read,write_file); they have the rights of the server's process",
+        nargs="?",
+        const=("read",),
+        type=_tools,
+        metavar="NAMES",
+    )
     add("--drain", "how long a stop waits for streams (default 10)", type=float, metavar="SECONDS")
     add("--log-level", "default info", choices=("debug", "info", "warning", "error"))
     add("--log-json", "one JSON object per log line", action="store_true")
+
+
+def _tools(text: str) -> tuple[str, ...]:
+    # The value may be left out, so a command behind the flag would be taken for it.
+    if text in COMMANDS:
+        raise argparse.ArgumentTypeError(f"{text} is a command: put the flag behind it")
+    from .settings import tool_names
+
+    return tool_names(text)
 
 
 SETTING_FLAGS = (
@@ -134,6 +152,7 @@ SETTING_FLAGS = (
     "ping_interval",
     "fat_deltas",
     "resume",
+    "allow_server_tools",
     "drain",
     "log_level",
     "log_json",

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from . import payloads
@@ -26,6 +27,9 @@ from .recent import RecentErrors
 from .schemas import function_schemas
 from .server import queries
 from .streaming import OpenChannel, Runs, StreamRun, refuse
+from .surfaces.context import Context
+from .surfaces.outlet import Outlets
+from .surfaces.table import allowed, surface_schemas
 from .transcript.convert import anthropic_count_body, count_body
 
 log = logging.getLogger(__name__)
@@ -47,6 +51,7 @@ class Means:
     errors: RecentErrors
     stats: Callable[[], dict[str, Any]]
     """What the worker does now, for ``status``; must not block."""
+    outlets: Outlets
 
 
 class Handlers:
@@ -55,6 +60,9 @@ class Handlers:
     def __init__(self, provider: Provider, means: Means) -> None:
         self._provider = provider
         self._means = means
+        self._context = Context(
+            provider, means.runs, means.outlets, means.open_channel, means.stats
+        )
 
     def functions(self) -> list[Function]:
         """What to register, with schemas (provider protocol 1)."""
@@ -67,7 +75,10 @@ class Handlers:
             "on_router_ready": self.on_router_ready,
             "status": self.status,
         }
-        schemas = function_schemas(self._provider.id)
+        schemas = function_schemas(self._provider.id) | surface_schemas(self._provider.id)
+        for surface in allowed(self._provider.settings):
+            work = partial(surface.work, self._context)
+            handlers[surface.name] = partial(self._submit, name=surface.name, work=work)
         return [
             Function(id=f"provider::{self._provider.id}::{name}", handler=handler, **schemas[name])
             for name, handler in handlers.items()
@@ -119,8 +130,10 @@ class Handlers:
     def _submit(
         self, invocation: Invocation, name: str, work: Callable[[Any, Call], object]
     ) -> None:
+        key = _text(invocation.data, "resolution_key")
+        model = _text(invocation.data, "model")
         try:
-            call = self._means.registry.open("request", model=_text(invocation.data, "model"))
+            call = self._means.registry.open("request", key=key, model=model)
         except ProviderError as error:
             self._means.errors.add(name, error.kind, error.message)
             invocation.fail("invocation_failed", f"provider/{error.kind}: {error.message}")
@@ -188,8 +201,9 @@ class Handlers:
             failure = error
         except ProviderError as error:
             failure = BusError("invocation_failed", f"{_prefix(error)}: {error.message}")
-        except Interrupted:
-            failure = BusError("invocation_failed", "provider/upstream: the worker was stopped")
+        except Interrupted as error:
+            words = _ENDED.get(error.reason, error.reason)
+            failure = BusError("invocation_failed", f"provider/upstream: {words}")
         except Exception as error:
             log.exception("%s failed in an unforeseen way", name)
             failure = BusError("invocation_failed", f"internal fault: {type(error).__name__}")
@@ -222,6 +236,13 @@ class Handlers:
         except ProviderError as error:
             raise BusError("provider/upstream_unavailable", error.message) from error
         return {"ok": True, "count": count}
+
+
+_ENDED = {
+    "stop": "the worker was stopped",
+    "abort": "the call was aborted",
+    "consumer gone": "the caller's channel was closed",
+}
 
 
 def _text(data: object, name: str) -> str | None:

@@ -21,7 +21,12 @@ def function_schemas(id: str) -> dict[str, dict[str, Any]]:
 
     :param id: provider id (``[a-z0-9_-]{1,64}``)
     """
-    data = pkgutil.get_data(__package__, "schemas.json")
+    return load(__package__, id)
+
+
+def load(package: str, id: str) -> dict[str, dict[str, Any]]:
+    """The same for the functions described in ``schemas.json`` of ``package``."""
+    data = pkgutil.get_data(package, "schemas.json")
     if data is None:
         raise AssertionError("the package came without schemas.json")
     schemas: dict[str, dict[str, Any]] = json.loads(data.decode().replace("<id>", id))

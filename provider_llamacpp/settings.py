@@ -21,6 +21,7 @@ DEFAULT_URL = "ws://127.0.0.1:49134"
 LogLevel = Literal["debug", "info", "warning", "error"]
 ResumeMode = Literal["auto", "on", "off"]
 ENV_PREFIX = "PROVIDER_LLAMACPP_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,9 @@ class Settings:
     """Take broken streams up again; ``auto``: of servers that are not on this machine."""
     resume_budget: float = 30.0
     """A stream that was not taken up for so long after it broke is lost."""
+    allow_server_tools: tuple[str, ...] = ()
+    """Which of llama-server's own tools callers may run: ``read`` is every tool that does not
+    write, others by name. Empty: none, and there is no function for it."""
     catalog_interval: float = 45.0
     """How often the catalog is compared with the server: never stale for a minute."""
     log_level: LogLevel = "info"
@@ -107,6 +111,12 @@ def _check(settings: Settings) -> None:
         raise SettingsError("drain must not be negative (--drain)")
     if settings.resume not in ("auto", "on", "off"):
         raise SettingsError(f"resume {settings.resume!r}: auto, on or off (--resume)")
+    for name in settings.allow_server_tools:
+        if name == "all" or not re.fullmatch(r"[^\s,]+", name):
+            raise SettingsError(
+                f"allow_server_tools {name!r}: read for the tools that do not write, others by name"
+                " (--allow-server-tools)"
+            )
     if settings.log_level not in ("debug", "info", "warning", "error"):
         raise SettingsError(f"log_level {settings.log_level!r}: debug, info, warning or error")
 
@@ -125,12 +135,24 @@ def _shown(url: str) -> str:
     return re.sub(r"//[^/@]*@", "//", url.split("?", 1)[0])
 
 
+def tool_names(text: str) -> tuple[str, ...]:
+    """``allow_server_tools`` as it is written: names with commas; true stands for ``read``."""
+    lowered = text.strip().lower()
+    if lowered in _TRUE:
+        return ("read",)
+    if lowered in _FALSE:
+        return ()
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def _parse(name: str, kind: Any, text: str) -> Any:
+    if name == "allow_server_tools":
+        return tool_names(text)
     if kind is bool:
         lowered = text.strip().lower()
-        if lowered in ("1", "true", "yes", "on"):
+        if lowered in _TRUE:
             return True
-        if lowered in ("0", "false", "no", "off"):
+        if lowered in _FALSE:
             return False
         raise SettingsError(f"{ENV_PREFIX}{name.upper()}={text!r}: must be true or false")
     if kind in (int, float):

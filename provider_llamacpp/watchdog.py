@@ -10,22 +10,35 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
 
-from .streaming import StreamRun
+if TYPE_CHECKING:
+    from .bus.channel import Channel
+    from .calls import Call
 
 TICK = 1.0
 
 log = logging.getLogger(__name__)
 
 
+class Watched(Protocol):
+    """What writes to a caller's channel, or will once that is open."""
+
+    @property
+    def call(self) -> Call: ...
+
+    @property
+    def channel(self) -> Channel | None: ...
+
+
 class Watchdog:
     """One thread for all streams.
 
-    :param streams: the running streams
+    :param streams: the running streams, and whatever else writes to a channel
     :param ping_interval: seconds of silence before a ping
     """
 
-    def __init__(self, streams: Callable[[], Iterable[StreamRun]], ping_interval: float) -> None:
+    def __init__(self, streams: Callable[[], Iterable[Watched]], ping_interval: float) -> None:
         self._streams = streams
         self._ping_interval = ping_interval
         self._stop = threading.Event()

@@ -27,7 +27,8 @@ from .server.discovery import Discovery
 from .server.upstream import Upstream
 from .settings import Settings
 from .streaming import Runs
-from .watchdog import Watchdog
+from .surfaces.outlet import Outlets
+from .watchdog import Watchdog, Watched
 
 DESCRIPTION = "llama.cpp (llama-server) as a provider behind llm-router"
 REFUSAL_THREADS = 4
@@ -60,6 +61,7 @@ class ProviderWorker:
         )
         self._errors = RecentErrors()
         self._runs = Runs(self._errors)
+        self._outlets = Outlets()
         self._started_at: float | None = None
         self._watch = ChannelWatch(f"{settings.id}-channels")
         self._engine = Engine(
@@ -74,7 +76,7 @@ class ProviderWorker:
             connect_timeout=settings.connect_timeout,
         )
         self._provider = self._build_provider()
-        self._watchdog = Watchdog(self._runs.snapshot, settings.ping_interval)
+        self._watchdog = Watchdog(self._writers, settings.ping_interval)
         self._pool: ThreadPoolExecutor | None = None
         self._refusals: ThreadPoolExecutor | None = None
 
@@ -131,6 +133,7 @@ class ProviderWorker:
             fat_deltas=settings.fat_deltas,
             errors=self._errors,
             stats=self.stats,
+            outlets=self._outlets,
         )
         for function in Handlers(self._provider, means).functions():
             self._engine.register(function)
@@ -180,9 +183,9 @@ class ProviderWorker:
         self._stop_event.set()
         self._registry.abort_all("stop")
         if not self._registry.wait_idle(CUT_GRACE):
-            for run in self._runs.snapshot():
-                if run.channel is not None:
-                    run.channel.cut()
+            for writer in self._writers():
+                if writer.channel is not None:
+                    writer.channel.cut()
             if not self._registry.wait_idle(CUT_GRACE):
                 log.error("%d calls did not end", len(self._registry.snapshot()))
         self._shut_down()
@@ -269,6 +272,9 @@ class ProviderWorker:
             self._errors.add("engine", "disconnected", reason)
         # The first time too: the keeper waits for the engine with longer and longer pauses.
         self._provider.router_ready()
+
+    def _writers(self) -> list[Watched]:
+        return [*self._runs.snapshot(), *self._outlets.snapshot()]
 
     def _open_channel(self, writer: WriterRef, call: Call) -> Channel:
         settings = self.settings

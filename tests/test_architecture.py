@@ -36,6 +36,13 @@ LAYERS = [
     {"router"},
     {"provider"},
     {"streaming"},
+    {"surfaces.outlet"},
+    {"surfaces.context"},
+    {
+        *("surfaces.infill", "surfaces.metrics", "surfaces.rerank", "surfaces.slots"),
+        *("surfaces.texts", "surfaces.thinking", "surfaces.tools"),
+    },
+    {"surfaces.table"},
     {"handlers", "watchdog"},
     {"worker"},
     {"cli"},
