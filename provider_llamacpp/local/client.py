@@ -43,18 +43,25 @@ READER_CLOSE_WAIT = 0.05
 
 
 def dial(url: str, token: str | None, *, close_timeout: float = 1.0) -> ClientConnection:
-    """Connect to the engine: no proxy, no compression, the bearer if there is one."""
+    """Connect to the engine: no proxy, no compression, the bearer if there is one.
+
+    :raises OSError: if it cannot be reached, or goes in the middle of the handshake
+    :raises InvalidHandshake: if it refuses
+    """
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    return connect(
-        url,
-        additional_headers=headers,
-        compression=None,
-        proxy=None,
-        open_timeout=CONNECT_TIMEOUT,
-        ping_interval=None,
-        close_timeout=close_timeout,
-        max_size=MAX_MESSAGE,
-    )
+    try:
+        return connect(
+            url,
+            additional_headers=headers,
+            compression=None,
+            proxy=None,
+            open_timeout=CONNECT_TIMEOUT,
+            ping_interval=None,
+            close_timeout=close_timeout,
+            max_size=MAX_MESSAGE,
+        )
+    except ConnectionClosed as error:
+        raise ConnectionResetError("the engine went in the middle of the handshake") from error
 
 
 class TriggerType:
