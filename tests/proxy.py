@@ -51,6 +51,8 @@ class Link:
         self.number = number
         self.request = ""
         """The first line of the first request, such as ``GET /health HTTP/1.1``."""
+        self.headers: dict[str, str] = {}
+        """Those of the first request, with names in lower case."""
         self.up = self.down = 0
         """Bytes passed on to the server, and to the client."""
         self.body = 0
@@ -63,6 +65,7 @@ class Link:
         self._waker, self._woken = socket.socketpair()
         self._cut: Cut | None = None
         self._at_once = False
+        self._asked = b""
         self._head = b""
         self._in_body = False
         self._new_head = 0
@@ -136,10 +139,17 @@ class Link:
                         return
 
     def _note(self, block: bytes) -> None:
-        """The client's words: the plan decides when the first line is known."""
-        if self.request or not block:
+        """The client's words: the plan decides when the first head is known."""
+        if self.request:
             return
-        self.request = block.split(b"\r\n", 1)[0].decode("latin-1")
+        self._asked += block
+        if b"\r\n\r\n" not in self._asked:
+            return
+        head = self._asked.split(b"\r\n\r\n", 1)[0].decode("latin-1")
+        self.request, *lines = head.split("\r\n")
+        for line in lines:
+            name, _, value = line.partition(":")
+            self.headers[name.strip().lower()] = value.strip()
         if self._proxy.plan is not None and self._cut is None:
             self._cut = self._proxy.plan(self)
 

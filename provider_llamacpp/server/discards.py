@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass
 from urllib.parse import quote
 
 from ..errors import ProviderError
@@ -19,10 +20,20 @@ DISCARD_SECONDS = 1.5
 """How long the end of a call may wait for the server to hear of it. A stop waits two."""
 DISCARD_PATIENCE = 60.0
 """How long it is tried behind the call's back, where the server could not be reached."""
+TIMES_UNSURE = 5
+"""How often it is said where the request itself may arrive later than that."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 """Seconds between two tries."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Discard:
+    target: Target
+    conversation: str
+    times: int
+    until: float
 
 
 class Discards:
@@ -34,18 +45,22 @@ class Discards:
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._waiting: list[tuple[float, Target, str]] = []
+        self._waiting: list[_Discard] = []
         self._running = False
         self._closed = threading.Event()
         self._lock = threading.Lock()
 
-    def discard(self, target: Target, conversation: str) -> None:
+    def discard(self, target: Target, conversation: str, *, times: int = 1) -> None:
         """Have ``target`` stop and forget ``conversation``. Takes :data:`DISCARD_SECONDS` at most;
-        raises nothing."""
-        if self._told(target, conversation) or self._closed.is_set():
+        raises nothing.
+
+        :param times: tell it so often, all but the first behind the call's back
+        """
+        each = _Discard(target, conversation, times, time.monotonic() + DISCARD_PATIENCE)
+        if self._is_over(each) or self._closed.is_set():
             return
         with self._lock:
-            self._waiting.append((time.monotonic() + DISCARD_PATIENCE, target, conversation))
+            self._waiting.append(each)
             if self._running:
                 return
             self._running = True
@@ -55,16 +70,16 @@ class Discards:
         """Try no more."""
         self._closed.set()
 
-    def _told(self, target: Target, conversation: str) -> bool:
-        """Whether the server heard of it, or has no wish to."""
+    def _is_over(self, each: _Discard) -> bool:
+        """Tell the server; whether it heard of it as often as it was to, or has no wish to."""
+        path = stream_path(each.conversation)
         try:
-            reply = self._upstream.request(
-                target, "DELETE", stream_path(conversation), timeout=DISCARD_SECONDS
-            )
+            reply = self._upstream.request(each.target, "DELETE", path, timeout=DISCARD_SECONDS)
         except ProviderError as error:
-            log.debug("%s was not told to stop a stream: %s", target.root, error)
+            log.debug("%s was not told to stop a stream: %s", each.target.root, error)
             return False
-        return not passing(reply.status)
+        each.times -= not passing(reply.status)
+        return each.times <= 0
 
     def _keep_trying(self) -> None:
         pause = _FIRST_PAUSE
@@ -76,7 +91,7 @@ class Discards:
             done = [
                 each
                 for each in todo
-                if self._closed.is_set() or time.monotonic() > each[0] or self._told(*each[1:])
+                if self._closed.is_set() or time.monotonic() > each.until or self._is_over(each)
             ]
             with self._lock:
                 self._waiting = [each for each in self._waiting if each not in done]

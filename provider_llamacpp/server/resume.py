@@ -37,7 +37,7 @@ from ..calls import Call
 from ..errors import ProviderError
 from ..settings import ResumeMode
 from .address import Target
-from .discards import Discards, passing, stream_path
+from .discards import TIMES_UNSURE, Discards, passing, stream_path
 from .upstream import Upstream, UpstreamStream
 
 HEADER = "X-Conversation-Id"
@@ -119,10 +119,11 @@ class Resumer:
                 line=line,
             )
         except BaseException as error:
-            # A request that waits for a slot may be run, read or not. One that was refused is
-            # over, unless it was a gateway that lost its patience.
+            # A request that waits for a slot may be run, read or not; one that was just sent may
+            # even arrive after the word that it is void. One that was refused is over, unless it
+            # was a gateway that lost its patience.
             if line.connected and getattr(error, "status", None) in (None, 502, 504):
-                self._discards.discard(target, conversation)
+                self._discards.discard(target, conversation, times=TIMES_UNSURE)
             raise
         return ResumableStream(
             stream, upstream, target, conversation, call, self._discards, self._budget
