@@ -32,6 +32,7 @@ class LocalStack:
         ``-hf``; None takes a server that listens on a usual port, else the demo model
     :param ready_timeout: seconds for the model to load
     :param progress: told what is awaited, and for how many seconds already
+    :param engine_port: of the engine; 0 takes a free one
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class LocalStack:
         model: str | None = None,
         ready_timeout: float = 300.0,
         progress: Progress | None = None,
+        engine_port: int = 0,
     ) -> None:
         self.settings = settings or Settings()
         self._model = model
         self._ready_timeout = ready_timeout
         self._progress = progress
+        self._engine_port = engine_port
         self._stack = ExitStack()
         self.engine: LoopbackEngine
         self.router: LoopbackRouter
@@ -77,7 +80,7 @@ class LocalStack:
             )
         )
         self.llama.wait_ready(self._ready_timeout, self._progress)
-        self.engine = stack.enter_context(LoopbackEngine())
+        self.engine = stack.enter_context(LoopbackEngine(port=self._engine_port))
         self.router = stack.enter_context(LoopbackRouter(self.engine.url))
         self.settings = replace(wanted, url=self.engine.url, api_url=self.llama.url, token=None)
         self.worker = stack.enter_context(ProviderWorker(self.settings))
