@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line: flags, logging, signals, exit codes.
 
 ``--help`` and ``--version`` import nothing of the worker: a small board answers them at once.
@@ -22,8 +23,8 @@ PROGRAM = "provider-llamacpp"
 WIDTH = 79
 DESCRIPTION = (
     "Joins llama-server to the iii engine: serves provider::llamacpp::stream, abort, embed, "
-    "count_tokens, refresh_models and on_router_ready on the bus. Without a command it runs the "
-    "worker."
+    "count_tokens, refresh_models, on_router_ready and status on the bus. Without a command it "
+    "runs the worker."
 )
 RUN_EXAMPLE = """\
 examples:
@@ -168,6 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     import os
 
+    if "_ARGCOMPLETE" in os.environ:
+        return complete()
     from .errors import ProviderLlamacppError, SettingsError
     from .settings import from_environment
 
@@ -197,6 +200,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def complete() -> int:
+    """Tell the shell how its line may go on; ``argcomplete`` answers and ends the process.
+
+    Without the package nothing is told, and above all nothing is run.
+    """
+    try:
+        import argcomplete
+    except ImportError:
+        return 1
+    argcomplete.autocomplete(parser(tuple(COMMANDS)))
+    return 1
 
 
 def manifest() -> str:
