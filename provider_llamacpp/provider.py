@@ -17,7 +17,11 @@ from .calls import Call
 from .errors import BusError, ProviderError
 from .recent import RecentErrors
 from .router import DEFAULT_MAX_TOKENS, RouterClient
+from .server.catalog import row_status
+from .server.follower import Follower
 from .server.health import Health
+from .server.management import ModelManager
+from .server.modelevents import Progress
 from .server.queries import TokenCounter
 from .server.resume import Resumer
 from .server.upstream import Target, Upstream, normalise_api_url
@@ -32,6 +36,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
 """Seconds between tries to declare (provider protocol 2.3) or to find the server."""
 UNKNOWN_MODEL_PAUSE = 30.0
 """A model that stays unknown triggers a refresh once in so many seconds, not at each answer."""
+
+EVENT_PAUSE = 0.2
+"""Seconds from what the server tells of its models to the look at them: a load tells several things
+at once, and the catalog is to be right within a second."""
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +65,10 @@ class Provider:
         self.resumer = Resumer(upstream, settings.resume, settings.resume_budget)
         self.counter = TokenCounter(upstream)
         self.discovery = discovery
+        self.follower = Follower(
+            upstream, name=f"{settings.id}-events", changed=lambda: self.refresh_soon(EVENT_PAUSE)
+        )
+        self.models = ModelManager(upstream, self.follower)
         self.router = router
         self._settings = settings
         self._connected = connected
@@ -109,10 +121,40 @@ class Provider:
         """What is known of ``model``; all unknown before the first discovery."""
         return self._catalog.abilities(model) if self._catalog else Abilities()
 
-    def model_failed(self, model: str) -> bool:
-        """Whether the server's catalog says that ``model`` failed to load."""
+    def load_failure(self, model: str, target: Target, call: Call | None = None) -> str | None:
+        """Why ``model`` could not be loaded, in words; None if the server does not say that it is
+        to blame. Asks it: what is known of it may be older than the failure.
+
+        :raises Interrupted: if ``call`` is aborted
+        """
+        try:
+            row = self.models.failed_to_load(target, model, call)
+        except BusError as error:
+            log.debug("why %s did not load is not known: %s", model, error)
+            return None
+        if row is None:
+            return None
+        code = row_status(row).get("exit_code")
+        return "it failed" if code is None else f"its process exited with code {code}"
+
+    def progress(self, model: str) -> Progress | None:
+        """How far ``model`` has come that is being loaded or downloaded; None if it is not."""
         found = self._catalog.find(model) if self._catalog else None
-        return found is not None and found.state == "failed"
+        progress = self.follower.progress(found.id if found else model)
+        if progress is None and found is not None and not self.follower.follows:
+            # No event tells: as the row was when it was last looked at.
+            return Progress("loading") if found.state == "loading" else None
+        return progress
+
+    def server_facts(self, now: float) -> dict[str, Any]:
+        """:meth:`.server.health.Health.facts`, with what loads and downloads since then."""
+        facts = self._health.facts(now)
+        for each in facts["models"]:
+            progress = self.follower.progress(each["id"])
+            each["progress"] = None if progress is None else progress.facts()
+            if progress is not None:
+                each["state"] = progress.activity
+        return facts
 
     def answered(self, model: str | None) -> None:
         """The server named ``model`` in an answer: unknown to the catalog means it is stale."""
@@ -150,6 +192,7 @@ class Provider:
                 raise
             self._health = self._health.answered(target.root, catalog, time.monotonic())
             self._catalog = catalog
+            self.follower.offer(target if catalog.router_mode else None, catalog.build)
             ranked = catalog.ranked_ids()
             if ranked and ranked != self._declared:
                 self.router.register(ranked)
@@ -172,6 +215,7 @@ class Provider:
     def stop(self, timeout: float) -> None:
         """Stop the keeper and wait for it."""
         self.resumer.close()
+        self.follower.stop(timeout)
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -190,10 +234,11 @@ class Provider:
             self._declare = self._nudged = True
             self._wake.notify()
 
-    def refresh_soon(self) -> None:
-        """Refresh the catalog on the keeper's thread. Returns at once."""
+    def refresh_soon(self, after: float = 0.0) -> None:
+        """Refresh the catalog on the keeper's thread, in ``after`` seconds. Returns at once."""
         with self._wake:
-            self._refresh_at, self._nudged = 0.0, True
+            self._refresh_at = min(self._refresh_at, time.monotonic() + after if after else 0.0)
+            self._nudged = True
             self._wake.notify()
 
     def _keep(self) -> None:

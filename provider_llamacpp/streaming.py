@@ -22,7 +22,7 @@ from . import jsontext
 from .calls import Call
 from .errors import ConsumerGone, Interrupted, InvalidRequest, ProviderError
 from .events.assembler import Assembler, Outcome
-from .events.classify import classify
+from .events.classify import NOT_LOADED, classify
 from .payloads import StreamRequest, WriterRef
 from .recent import RecentErrors
 from .transcript.convert import Prepared, chat_body
@@ -30,6 +30,7 @@ from .transcript.convert import Prepared, chat_body
 if TYPE_CHECKING:
     from .bus.channel import Channel
     from .provider import Provider
+    from .server.modelevents import Progress
     from .server.resume import ResumableStream
     from .server.upstream import Target, UpstreamStream
 
@@ -157,12 +158,10 @@ class StreamRun:
             self._relay(stream.read)
 
     def _classify(self, status: int, body: bytes) -> ProviderError:
-        return classify(
-            status,
-            body,
-            alone=self._runs.others(self) == 0,
-            model_failed=self.provider.model_failed(self.request.model),
-        )
+        failure = None
+        if NOT_LOADED in body and self.target is not None:
+            failure = self.provider.load_failure(self.request.model, self.target, self.call)
+        return classify(status, body, alone=self._runs.others(self) == 0, load_failure=failure)
 
     def _relay(self, read: Callable[[], bytes]) -> None:
         """The token path: what has arrived is read in one go and leaves in one go."""
@@ -245,20 +244,26 @@ class StreamRun:
         """What it waits for, in words for people (llama-server API 6).
 
         The server sends headers once a slot is taken: until then the request is ``queued`` there,
-        behind other requests, a model that loads or one that wakes. Then the ``prompt`` is read,
-        and from the first token on it is ``generating``. ``blocked`` is a caller that reads too
-        slowly.
+        behind other requests or a model that wakes, or it waits for ``loading model``. Then the
+        ``prompt`` is read, and from the first token on it is ``generating``. ``blocked`` is a
+        caller that reads too slowly.
 
         :param silence: seconds in which nothing went to the caller, if known
         """
         phase = self.call.phase
         if phase == "waiting":
-            return "queued"
+            return "queued" if self.loading is None else "loading model"
         if phase != "reading":
             return phase
         if self._writing and silence is not None and silence >= BLOCKED:
             return "blocked"
         return "generating" if self.assembler.started else "prompt"
+
+    @property
+    def loading(self) -> Progress | None:
+        """How far the model has come that the server loads for this stream; None if it does not."""
+        waits = self.call.phase == "waiting"
+        return self.provider.progress(self.request.model) if waits else None
 
     @property
     def tokens(self) -> int:
@@ -277,6 +282,7 @@ class StreamRun:
         :param silence: seconds in which nothing went to the caller, if known
         """
         now = time.monotonic()
+        loading = self.loading
         started, headers, first = self.call.started, self._headers_at, self._first_at
         rate = self.rate(now)
         return {
@@ -291,6 +297,7 @@ class StreamRun:
             "tokens": self.tokens,
             "tokens_per_second": None if rate is None else round(rate, 2),
             "prompt": _prompt(self.assembler.progress),
+            "loading": None if loading is None else loading.facts(),
             "frames": self.frames,
             "bytes": self.consumed,
             "usage": dict(self.assembler.usage),

@@ -254,7 +254,7 @@ class ProviderWorker:
             "uptime": round(now - (self._started_at or now), 1),
             "connected": self._engine.connected,
             "reconnects": max(0, self._engine.connections - 1),
-            "server": self._provider.health.facts(now),
+            "server": self._provider.server_facts(now),
             "active_streams": len(runs),
             "max_streams": self.settings.max_streams,
             "streams": [run.summary(self._watchdog.silence(run.call.number, now)) for run in runs],

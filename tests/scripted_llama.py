@@ -47,6 +47,8 @@ class ScriptedLlama(ScriptedServer):
         """A vector, an answer, or None where they are off."""
         self.chat: dict[str, Any] | None = None
         """Instead of a token."""
+        self.more_routes: dict[str, Any] = {}
+        """Answers, or functions of the request, by path; they come before the others."""
         self.wakes_up = True
         """A chat ends its sleep."""
         for name, value in said.items():
@@ -62,6 +64,9 @@ class ScriptedLlama(ScriptedServer):
         return [line for line in self.paths() if line.startswith("POST") or "/slots" in line]
 
     def _answer_to(self, request: Any) -> dict[str, Any]:
+        if request.path in self.more_routes:
+            answer = self.more_routes[request.path]
+            return answer(request) if callable(answer) else answer
         if request.path == "/health":
             return self.health
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":

@@ -77,9 +77,11 @@ def test_a_model_that_cannot_be_loaded():
         }
     }
     assert classify(500, body).kind == "transient"
-    error = classify(500, body, model_failed=True)
+    error = classify(500, body, load_failure="its process exited with code 1")
     assert error.kind == "permanent"
-    assert error.message.startswith("model name=x failed to load (")
+    assert error.message == (
+        "model name=x failed to load (its process exited with code 1: see llama-server's log)"
+    )
 
 
 def said(message, **more):

@@ -251,8 +251,10 @@ def test_router_mode_asks_only_what_loads_nothing() -> None:
         once = [f"{line}?autoload=false" for line in QUESTIONS_ONCE]
         assert server.paths() == ["GET /v1/models", "GET /props", props, *once]
         assert {request.json()["model"] for request in server.requests[3:]} == {"tiny-chat"}
-        finder.discover(Target(server.url))
-        assert server.paths()[6:] == ["GET /v1/models", "GET /props", props]
+        # Each question about a model is a use of it: the next one gets a process of its own.
+        again = finder.discover(Target(server.url))
+        assert server.paths()[6:] == ["GET /v1/models", "GET /props"]
+        assert again == found
     assert found.router_mode
     chat = found.find("tiny-chat")
     assert chat is not None
@@ -267,8 +269,24 @@ def test_a_sleeping_child_is_not_woken() -> None:
     fake = FakeRouter("router-models-sleeping")
     fake.children["tiny-chat"] = recorded_json("router-props-sleeping-model")
     with ScriptedServer(fake) as server:
-        found = new().discover(Target(server.url))
-        assert server.paths()[2:] == ["GET /props?model=tiny-chat&autoload=false"]
+        finder = new()
+        finder.discover(Target(server.url))
+        found = finder.discover(Target(server.url))
+        props = "GET /props?model=tiny-chat&autoload=false"
+        assert server.paths()[2:] == [props, "GET /v1/models", "GET /props"]
+        # It is asked the rest when it is awake, and first whether it still is.
+        awoken = json.dumps(recorded_json("router-models-sleeping")).replace("sleeping", "loaded")
+        fake.models = answer_json(json.loads(awoken))
+        finder.discover(Target(server.url))
+        assert server.paths()[7:] == [props]
+        fake.children["tiny-chat"] = recorded_json("router-props-model")
+        awake = finder.discover(Target(server.url)).find("tiny-chat")
+        assert server.paths()[10:] == [
+            props,
+            *(f"{line}?autoload=false" for line in QUESTIONS_ONCE),
+        ]
+        assert awake is not None
+        assert (awake.state, awake.abilities.thinking_switch) == ("loaded", True)
     chat = found.find("tiny-chat")
     assert chat is not None
     assert (chat.state, chat.abilities.tools) == ("sleeping", True)

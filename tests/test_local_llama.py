@@ -453,7 +453,10 @@ class TestSources:
             assert find_running((peer.port,)) == peer.url
 
     @POSIX
-    def test_the_program(self, stand_in: StandIn, tmp_path: Path) -> None:
+    def test_the_program(
+        self, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("provider_llamacpp.local.llama.PACKAGE", "no_such_package")
         assert find_program(stand_in.environ) == str(stand_in.path)
         assert find_program({"PATH": str(tmp_path)}) == str(stand_in.path)
         assert find_program({"PATH": "", "LLAMA_SERVER_BIN": ""}) is None
@@ -462,8 +465,26 @@ class TestSources:
         with pytest.raises(LlamaServerError, match="LLAMA_SERVER_BIN is nothing, which is no"):
             find_program({"PATH": str(tmp_path), "LLAMA_SERVER_BIN": "nothing"})
 
-    def test_the_package_without_the_program(self, stand_in: StandIn) -> None:
+    def test_the_program_of_a_package(
+        self, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        package = tmp_path / "stand_in_bin.py"
+        package.write_text(f"def get_binary_path():\n    return {str(stand_in.path)!r}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr("provider_llamacpp.local.llama.PACKAGE", "stand_in_bin")
+        try:
+            assert find_program({"PATH": ""}) == str(stand_in.path)
+            assert find_program({"PATH": "", "LLAMA_SERVER_BIN": sys.executable}) == sys.executable
+            del sys.modules["stand_in_bin"].get_binary_path  # type: ignore[attr-defined]
+            assert find_program({"PATH": ""}) is None
+        finally:
+            sys.modules.pop("stand_in_bin", None)
+
+    def test_the_package_without_the_program(
+        self, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         pytest.importorskip("xllamacpp")
+        monkeypatch.setattr("provider_llamacpp.local.llama.PACKAGE", "no_such_package")
         server = LlamaServer(LlamaOptions(model=stand_in.model), environ={"PATH": ""})
         assert (server.source, server.program) == ("xllamacpp", None)
 
@@ -473,7 +494,10 @@ class TestSources:
         with pytest.raises(LlamaServerError, match=r"no llama-server found.*LLAMA_SERVER_BIN"):
             LlamaServer(LlamaOptions(model=stand_in.model), environ={"PATH": ""})
 
-    def test_the_program_is_wanted_and_missing(self, stand_in: StandIn) -> None:
+    def test_the_program_is_wanted_and_missing(
+        self, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("provider_llamacpp.local.llama.PACKAGE", "no_such_package")
         with pytest.raises(LlamaServerError, match="no llama-server program on PATH"):
             LlamaServer(LlamaOptions(model=stand_in.model), source="program", environ={"PATH": ""})
 

@@ -28,6 +28,7 @@ from provider_llamacpp.payloads import decode_stream
 from provider_llamacpp.recent import RecentErrors
 from provider_llamacpp.schemas import function_schemas
 from provider_llamacpp.server.address import Target
+from provider_llamacpp.server.modelevents import Progress
 from provider_llamacpp.streaming import Runs, StreamRun
 from provider_llamacpp.transcript.convert import Abilities
 
@@ -90,7 +91,7 @@ class Peers:
         self.waiting = threading.Semaphore(0)
         self.id = "llamacpp"
         self.resumer = self
-        self.catalog = self.notice = None
+        self.catalog = self.notice = self.loads = None
         self.consumed = self.sent = 0
         self.slow = False
         self.failures = []
@@ -103,8 +104,11 @@ class Peers:
     def abilities(self, model):
         return Abilities()
 
-    def model_failed(self, model):
-        return False
+    def load_failure(self, model, target, call):
+        return None
+
+    def progress(self, model):
+        return self.loads
 
     def answered(self, model):
         pass
@@ -192,10 +196,14 @@ def test_the_phases_of_a_stream(peers):
         assert peers.slot.reached.wait(PATIENCE)
         facts = run.summary()
         assert (facts["phase"], facts["to_headers"], facts["prompt"]) == ("queued", None, None)
+        peers.loads = Progress("loading", share=0.25, stage="text_model")
+        facts = run.summary()
+        assert (facts["phase"], facts["loading"]["share"]) == ("loading model", 0.25)
         peers.slot.open.set()
         assert peers.waiting.acquire(timeout=PATIENCE)
         facts = run.summary()
         assert (facts["phase"], facts["to_first_token"]) == ("prompt", None)
+        assert facts["loading"] is None
         assert facts["to_headers"] >= 0
         peers.feed(reads(8), reads(24))
         facts = run.summary(silence=3.0)
@@ -342,7 +350,7 @@ def test_running_streams_over_the_bus(llama_factory):
             1,
         )
         assert server_facts["models"] == [
-            {"id": "loop", "state": "loaded", "context_window": 8192, "slots": 1}
+            a_model("loop", state="loaded", context_window=8192, slots=1)
         ]
         for key in ("first", "second"):
             caller.call("provider::llamacpp::abort", {"request_id": key})
@@ -434,11 +442,16 @@ def a_stream(number, phase, **more):
         "tokens": 0,
         "tokens_per_second": None,
         "prompt": None,
+        "loading": None,
         "frames": 0,
         "bytes": 0,
         "usage": {},
         **more,
     }
+
+
+def a_model(id, **facts):
+    return {"id": id, "progress": None, **facts}
 
 
 def some_stats(*streams, **more):
@@ -457,7 +470,7 @@ def some_stats(*streams, **more):
             "build": "b11434-abc",
             "router_mode": False,
             "slots": 2,
-            "models": [{"id": "qwen3-0.6b", "state": "loaded", "context_window": 8192, "slots": 2}],
+            "models": [a_model("qwen3-0.6b", state="loaded", context_window=8192, slots=2)],
             "more_models": 0,
         },
         "active_streams": len(streams),
@@ -476,6 +489,7 @@ def some_stats(*streams, **more):
     return facts
 
 
+HALF = {"activity": "loading", "share": 0.5, "stage": "text_model", "done": None, "total": None}
 EVERY_PHASE = [
     a_stream(1, "accepted"),
     a_stream(2, "connecting"),
@@ -487,6 +501,7 @@ EVERY_PHASE = [
     a_stream(8, "blocked", tokens=99, tokens_per_second=1.0, silent=65.0),
     a_stream(9, "ending"),
     a_stream(10, "a new one"),
+    a_stream(12, "loading model", loading=HALF),
     a_stream(11, "queued", model="a-very-long-name-of-a-model-" * 4),
 ]
 TERRIBLE = {
@@ -522,7 +537,8 @@ def test_the_page_at_80_columns(rich):
         "http://127.0.0.1:8080: ready",
         "b11434-abc, 2 slots, asked 4.0 s ago",
         "qwen3-0.6b: loaded, 8192 tokens a slot",
-        "11 of 64 streams",
+        "12 of 64 streams",
+        "loading its model 50%",
         "queued in the server",
         "prompt 1024 of 4096 (25%)",
         "generating, silent 7.0 s",
@@ -564,7 +580,7 @@ def test_the_page_at_80_columns(rich):
         (
             {
                 "models": [
-                    {"id": f"m{n}", "state": "unloaded", "context_window": 1, "slots": None}
+                    a_model(f"m{n}", state="unloaded", context_window=1, slots=None)
                     for n in range(8)
                 ],
                 "more_models": 4,
@@ -773,6 +789,7 @@ def test_refused_short_calls_are_told(peers):
         fat_deltas=False,
         errors=errors,
         stats=dict,
+        outlets=None,
     )
     answers = []
     invocation = SimpleNamespace(data={}, fail=lambda *words: answers.append(words))

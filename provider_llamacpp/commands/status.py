@@ -67,6 +67,7 @@ _PHASES: Mapping[str, tuple[str, Style]] = {
     "connecting": ("connecting to its caller", ""),
     "resolving": ("asking where the server is", ""),
     "queued": ("queued in the server", "warn"),
+    "loading model": ("loading its model", "warn"),
     "prompt": ("prompt", "strong"),
     "generating": ("generating", "good"),
     "blocked": ("slow caller", "bad"),
@@ -284,11 +285,17 @@ def _server(terminal: Terminal, server: Mapping[str, Any]) -> Iterator[Line]:
         yield (
             f"  {model['id']}: ",
             (model["state"], "good" if model["state"] == "loaded" else "dim"),
+            _share(model.get("progress")),
             f", {model['context_window']} tokens a slot",
         )
     more_models = server["more_models"] + max(0, len(server["models"]) - 5)
     if more_models:
         yield ((f"  and {more_models} models more", "dim"),)
+
+
+def _share(progress: Mapping[str, Any] | None) -> str:
+    share = None if progress is None else progress["share"]
+    return "" if share is None else f" {share:.0%}"
 
 
 def _slots(count: int | None) -> str:
@@ -301,6 +308,7 @@ def _row(stream: Mapping[str, Any]) -> list[Part]:
     if stream["phase"] == "prompt" and prompt:
         share = prompt["processed"] / max(1, prompt["total"])
         words += f" {prompt['processed']} of {prompt['total']} ({share:.0%})"
+    words += _share(stream.get("loading"))
     silent = stream["silent"] or 0.0
     if stream["phase"] == "blocked":
         words += f" for {duration(silent)}"

@@ -36,6 +36,8 @@ _CLIENT_FAULTS = re.compile(
     "|is too large to process. increase the physical batch size"
 )
 _NOT_LOADED = re.compile("model name=.* failed to load")
+NOT_LOADED = b"failed to load"
+"""In the body of an answer a reason to ask what the model's row says."""
 _WHERE = "check api_url"
 _KEY = "check the API key of this provider"
 
@@ -105,7 +107,7 @@ _RULES = (
         "permanent",
         words=_NOT_LOADED,
         model_failed=True,
-        hint="the model's row says it failed: see llama-server's log",
+        hint="{failure}: see llama-server's log",
     ),
     _Rule("transient", words=_NOT_LOADED),
     _Rule("transient", words=re.compile("model name=.* is not running")),
@@ -148,7 +150,7 @@ def classify(
     body: str | bytes | dict[str, Any],
     *,
     alone: bool = True,
-    model_failed: bool = False,
+    load_failure: str | None = None,
     location: str | None = None,
 ) -> ProviderError:
     """The error that an HTTP answer or an error object in a stream stands for.
@@ -156,15 +158,15 @@ def classify(
     :param status: HTTP status; None, or one of success, for an error inside a stream
     :param body: the answer's body, or the JSON object that holds the error
     :param alone: this worker has no other stream on that server (decides who filled a shared pool)
-    :param model_failed: the model's catalog row says that it failed to load
+    :param load_failure: what the model's row says of a load that failed, in words
     :param location: ``Location`` of a redirect; only its host is shown
     :returns: with the server's own words, on one line, never a web page
     """
-    report = _read(status, body, alone, model_failed)
+    report = _read(status, body, alone, load_failure is not None)
     rule = next(rule for rule in _RULES if rule.fits(report))
     words = report.words or _by_status(report, location)
     if rule.hint:
-        words = f"{words} ({rule.hint})"
+        words = f"{words} ({rule.hint.replace('{failure}', load_failure or '')})"
     return ProviderError(rule.kind, words[:MAX_MESSAGE], status=status)
 
 

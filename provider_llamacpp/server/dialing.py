@@ -75,6 +75,8 @@ class Line:
         """The connection was made: whatever became of it, the peer may have got the request."""
         self.local = False
         """Its other end is on this machine, as the connection itself showed."""
+        self.on_made: Callable[[], None] | None = None
+        """Called when the connection stands; must not block."""
         self._call = call
         self._sock: socket.socket | None = None
         self._cut = False
@@ -110,6 +112,8 @@ class Line:
         except OSError:
             return  # Cut already.
         self.local = own == peer or peer.startswith("127.")
+        if self.on_made is not None:
+            self.on_made()
 
     def lift(self) -> None:
         """From now on no wait on this line has an end."""
@@ -244,7 +248,9 @@ def _response(
     line: Line, sock: socket.socket, *args: Any, **kwargs: Any
 ) -> http.client.HTTPResponse:
     response = http.client.HTTPResponse(sock, *args, **kwargs)
-    response.fp = io.BufferedReader(_Source(response.fp.detach(), sock, line))
+    # Holds headers only: of the body, read1() takes what has arrived past it. A stream keeps it
+    # for its whole life.
+    response.fp = io.BufferedReader(_Source(response.fp.detach(), sock, line), 1024)
     return response
 
 

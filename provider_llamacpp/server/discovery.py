@@ -5,6 +5,9 @@ that runs), and once for each model what no field shows (:class:`~.catalog.Probe
 a sleeping model, so it is asked only while ``/props`` says awake and, in router mode, the row says
 loaded; every question about one model of several carries ``autoload=false``. Provider protocol 4.1,
 llama-server API 3, 10 and 13.
+
+In router mode each process of a model is asked once: the server counts every question that it hands
+on as a use of the model, and makes room by unloading the one that was used last the longest ago.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class _Seen:
     props: Mapping[str, Any]
     probes: Probes | None
     """None until they could be asked."""
+    process: object = None
+    """In router mode: the command line, with the port, of the process that gave ``props``."""
 
 
 class Discovery:
@@ -131,7 +136,7 @@ class Discovery:
                 continue
             own = props if len(rows) == 1 and not router_mode else {}
             if router_mode and row_status(row).get("value") in ("loaded", "sleeping"):
-                own = self._props(target, _query(place[1]), until, call)
+                own = self._props_of(target, row, until, call)
             found = self._remember(target, row, own, router_mode, until, call)
             seen[place] = found
             models.append(model_info(row, found.props, found.probes or Probes()))
@@ -176,7 +181,21 @@ class Discovery:
             awake = awake and row_status(row).get("value") == "loaded"
         if probes is None and awake:
             probes = self._probe(target, model, router_mode, until, call)
-        return _Seen(fingerprint, preset, props, probes)
+        return _Seen(fingerprint, preset, props, probes, row_status(row).get("args"))
+
+    def _props_of(
+        self, target: Target, row: Mapping[str, Any], until: float, call: Call | None
+    ) -> Mapping[str, Any]:
+        """``/props`` of one model of several: what its process said once, if nothing is missing."""
+        before = self._seen.get((target.root, str(row["id"])))
+        args = row_status(row).get("args")
+        if before is None or not before.props or not args or before.process != args:
+            return self._props(target, _query(str(row["id"])), until, call)
+        if before.probes is None and row_status(row).get("value") == "loaded":
+            # To be probed now, if it has not fallen asleep meanwhile.
+            return self._props(target, _query(str(row["id"])), until, call)
+        # Whether it sleeps, the row says.
+        return {name: value for name, value in before.props.items() if name != "is_sleeping"}
 
     # -- what no field shows ---------------------------------------------------------------
 
