@@ -135,6 +135,8 @@ def _add_settings(to: argparse.ArgumentParser, *, again: bool = False) -> None:
 
 
 def _tools(text: str) -> tuple[str, ...]:
+    import argparse
+
     # The value may be left out, so a command behind the flag would be taken for it.
     if text in COMMANDS:
         raise argparse.ArgumentTypeError(f"{text} is a command: put the flag behind it")
