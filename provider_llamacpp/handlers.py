@@ -164,7 +164,7 @@ class Handlers:
             failure = run.invalid
             _log_stream(run, invocation.traceparent)
         except InvalidRequest as error:
-            failure = error
+            failure = _anew(error)
         except Exception as error:
             # A safety net: whatever went wrong, the router gets its slot back.
             log.exception("stream %d failed in an unforeseen way", call.number)
@@ -198,7 +198,7 @@ class Handlers:
         try:
             result = work(invocation.data, call)
         except BusError as error:
-            failure = error
+            failure = _anew(error)
         except ProviderError as error:
             failure = BusError("invocation_failed", f"{_prefix(error)}: {error.message}")
         except Interrupted as error:
@@ -249,6 +249,11 @@ def _text(data: object, name: str) -> str | None:
     """A field looked at before the payload is decoded."""
     value = data.get(name) if isinstance(data, dict) else None
     return value if isinstance(value, str) else None
+
+
+def _anew(error: BusError) -> BusError:
+    """The same without a traceback, which would hold the frame that keeps it, and the payload."""
+    return BusError(error.code, error.message)
 
 
 def _prefix(error: ProviderError) -> str:

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import jsontext
@@ -110,9 +111,11 @@ class StreamRun:
         except ConsumerGone:
             call.abort("consumer gone")
         except InvalidRequest as error:
-            self.invalid = error
+            self.invalid = InvalidRequest(error.message)
         except ProviderError as error:
-            self.error = error
+            # A new one: that one's traceback holds this run, and with it the whole answer, until
+            # the garbage collector comes by.
+            self.error = ProviderError(error.kind, error.message, status=error.status)
         except Exception as error:
             # A safety net: the caller still gets its one terminal frame.
             log.exception("stream %d failed in an unforeseen way", call.number)
@@ -215,7 +218,7 @@ class StreamRun:
             fat=self._fat,
             warnings=prepared.warnings if prepared else (),
             prefill=prepared.prefill if prepared else "",
-            alone=lambda: self._runs.others(self) == 0,
+            alone=partial(self._runs.alone, self.call.number),
             context_window=self.provider.abilities(self.request.model).context_window,
             now_ms=now_ms,
             call_id=new_call_id,
@@ -369,6 +372,12 @@ class Runs:
                 "usage": dict(self._usage),
                 "last_error": self._last_error,
             }
+
+    def alone(self, number: int) -> bool:
+        """Whether the stream ``number`` has its server for itself."""
+        with self._lock:
+            run = self._runs.get(number)
+        return run is None or self.others(run) == 0
 
     def others(self, run: StreamRun) -> int:
         """How many other streams run on the server of ``run``."""
