@@ -23,22 +23,22 @@ COLUMNS = (
     Column("at once", right=True),
     Column("path"),
     Column("first token ms", right=True),
-    Column("tokens/s each", right=True),
-    Column("tokens/s all", right=True),
-    Column("prompt tokens/s", right=True),
+    Column("tok/s each", right=True),
+    Column("tok/s all", right=True),
+    Column("prompt tok/s", right=True),
 )
 ADDED = (
     Column("at once", right=True),
-    Column("of"),
+    Column("to"),
     Column("median", right=True),
     Column("lowest", right=True),
     Column("highest", right=True),
     Column("verdict"),
 )
 _ADDED = (
-    ("first_ms", "time to the first token", " ms", 1),
-    ("per_token_ms", "time from token to token", " ms", 1),
-    ("all_percent", "tokens/s all", " %", -1),
+    ("first_ms", "the first token", " ms", 1),
+    ("per_token_ms", "each other token", " ms", 1),
+    ("all_percent", "tok/s all", " %", -1),
 )
 """Figure, words, unit, and the sign of what is slower."""
 
