@@ -9,13 +9,13 @@ INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-p
 
 $(VENV)/.demo: setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) --upgrade pip setuptools wheel
+	$(INSTALL) --upgrade pip
 	$(INSTALL) --editable '.[local]'
 	touch $@
 
 $(VENV)/.dev: setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) --upgrade pip setuptools wheel
+	$(INSTALL) --upgrade pip
 	$(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 
@@ -43,10 +43,10 @@ format: $(VENV)/.dev
 clean:
 	rm -rf $(VENV) build dist *.egg-info .coverage* .mypy_cache .ruff_cache .pytest_cache
 
-$(VENV)/.bench: setup.cfg pyproject.toml
+$(VENV)/.bench: setup.cfg pyproject.toml bench/requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) --upgrade pip setuptools wheel
-	$(INSTALL) --editable '.[bench]'
+	$(INSTALL) --upgrade pip
+	$(INSTALL) --editable '.[local,bench]' --requirement bench/requirements.txt
 	touch $@
 
 # The worker beside its peers and limits: the cases that have a bar. "python -m bench" runs all.

@@ -140,10 +140,10 @@ class TestReal:
         props = requests.get(f"{llama.url}/props", timeout=10).json()
         assert props["total_slots"] == 4
         assert requests.get(f"{llama.url}/metrics", timeout=10).status_code == 200
-        assert any("listening on" in line for line in llama.log_tail(400))
 
     def test_the_defaults(self, llama_factory: LlamaFactory) -> None:
         server = llama_factory()
+        assert any("listening on" in line for line in server.log_tail(400))
         reply = requests.post(f"{server.url}/v1/embeddings", json={}, timeout=10)
         assert reply.status_code == 501
         assert requests.get(f"{server.url}/metrics", timeout=10).status_code == 501
