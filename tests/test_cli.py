@@ -160,7 +160,7 @@ def test_every_flag_is_a_setting(ran, tmp_path):
     flags = (
         "--url ws://h:1 --id pi5 --api-url http://a:1 --ca-file ca --client-cert cc "
         "--max-streams 3 --ping-interval 4 --fat-deltas --resume off --drain 5 --log-level debug "
-        "--log-json"
+        "--log-json --allow-server-tools read,write_file"
     )
     assert cli.main(flags.split()) == 0
     assert ran[-1] == Settings(
@@ -176,9 +176,22 @@ def test_every_flag_is_a_setting(ran, tmp_path):
         drain=5.0,
         log_level="debug",
         log_json=True,
+        allow_server_tools=("read", "write_file"),
     )
     named = {word[2:].replace("-", "_") for word in flags.split() if word.startswith("--")}
     assert named == set(cli.SETTING_FLAGS)
+
+
+def test_server_tools_are_granted_to_read_or_by_name(ran, capsys):
+    assert cli.main(["--allow-server-tools"]) == 0
+    assert ran[-1].allow_server_tools == ("read",)
+    assert cli.main(["--allow-server-tools=write_file, edit_file,"]) == 0
+    assert ran[-1].allow_server_tools == ("write_file", "edit_file")
+    assert cli.main(["--allow-server-tools=all"]) == 2
+    assert "allow_server_tools 'all'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["--allow-server-tools", "status"])
+    assert "status is a command: put the flag behind it" in capsys.readouterr().err
 
 
 def test_config_is_accepted_and_ignored_with_a_warning(ran, capsys):

@@ -38,6 +38,8 @@ def test_another_id_has_its_own_name_and_key():
         ("connect_timeout", -1),
         ("drain", -1),
         ("log_level", "loud"),
+        ("allow_server_tools", ("all",)),
+        ("allow_server_tools", ("a b",)),
     ],
 )
 def test_a_bad_value_is_named(field, value):
@@ -81,6 +83,20 @@ def test_flags_come_before_environment_before_defaults():
     assert settings.token == "tok"
     assert from_environment(environ, max_streams=3).max_streams == 3
     assert from_environment({"III_WS_URL": "ws://b:1"}).url == "ws://b:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("yes", ("read",)),
+        ("off", ()),
+        ("read, write_file", ("read", "write_file")),
+        ("mcp.a:b", ("mcp.a:b",)),
+    ],
+)
+def test_server_tools_by_the_environment(text, names):
+    environ = {"PROVIDER_LLAMACPP_ALLOW_SERVER_TOOLS": text}
+    assert from_environment(environ).allow_server_tools == names
 
 
 def test_the_key_comes_from_the_ids_own_variable():

@@ -36,12 +36,23 @@ if TYPE_CHECKING:
     import numpy as np
 
 Variant = Literal[
-    "demo", "slow", "heavy", "loop", "think", "tool", "tools", "plain", "embed", "broken"
+    "demo",
+    "slow",
+    "heavy",
+    "loop",
+    "think",
+    "tool",
+    "tools",
+    "plain",
+    "embed",
+    "infill",
+    "broken",
 ]
 """``slow``: the demo at some hundred tokens a second. ``heavy``: takes seconds to load, the file
 has 80 MB. ``loop``, ``think``: an answer, a thought that never ends. ``tool``, ``tools``: one call,
 two calls whenever tools are given. ``plain``: a template that knows neither tools nor thinking.
-``embed``: random weights and mean pooling. ``broken``: the demo cut in the middle."""
+``embed``: random weights and mean pooling. ``infill``: has the tokens for filling in the middle, and
+fills in :data:`CONTINUATION`. ``broken``: the demo cut in the middle."""
 VARIANTS: Final[tuple[Variant, ...]] = get_args(Variant)
 
 # The last token alone decides what follows: no piece may occur in two places.
@@ -87,11 +98,11 @@ _BLANK_LINE: Final = "\n\n"  # what a thought, and a prompt without thinking, en
 _MARKERS: Final = ("<|call|>", "<|calls|>", "<|result|>", "<|forever|>", "<|ponder|>")
 
 
-def _new_table() -> TokenTable:
+def _new_table(*more: str) -> TokenTable:
     scripts = (_SENTENCE, _THOUGHT, _AFTER_TOOL, _LOOP, _PONDER, _CONTINUATION, _CITY, _SECOND_CITY)
     spoken = [piece for script in scripts for piece in script if isinstance(piece, str)]
     return TokenTable(
-        control=("<|endoftext|>", "<|im_start|>", _END, *_MARKERS),
+        control=("<|endoftext|>", "<|im_start|>", _END, *_MARKERS, *more),
         tags=("<think>", "</think>", "<tool_call>", "</tool_call>"),
         words=(_BLANK_LINE, *spoken, '\n{"name": "', TOOL_NAME, _ARGUMENTS, _CLOSE, _AGAIN),
         markers={**dict.fromkeys(_MARKERS, 1), _AGAIN: 2},
@@ -151,6 +162,13 @@ def _think_table() -> TokenTable:
     return table
 
 
+def _infill_table() -> TokenTable:
+    # The server knows these three by their text.
+    table = _new_table("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    table.chain("<|fim_middle|>", *_CONTINUATION, _END)
+    return table
+
+
 def _plain_table() -> TokenTable:
     table = _demo_table()
     table.unchain(_NEWLINE, "<think>")
@@ -180,6 +198,7 @@ def _recipe(variant: Variant) -> _Recipe:
         "tools": _Recipe(template=chat_template(call="false", calls="tools")),
         "plain": _Recipe(_plain_table, plain_template()),
         "embed": _Recipe(template=full, random=True),
+        "infill": _Recipe(_infill_table, full),
         "broken": _Recipe(template=full, cut=True),
     }
     return recipes[variant]

@@ -88,7 +88,7 @@ class Context:
 
         :param flag: with which llama-server has to be started for this
         :param blame: the field that is at fault if the server calls the request a bad one
-        :raises InvalidRequest: naming that field
+        :raises InvalidRequest: naming that field, or the model
         :raises BusError: ``invocation_failed``, in words, for any other failure
         :raises ProviderError: if the router could not say where the server is
         :raises Interrupted: if ``call`` is aborted
@@ -101,9 +101,12 @@ class Context:
         if not reply.ok:
             for lacking in _lacking(reply.status, reply.body, path, flag):
                 raise lacking
-            if reply.status == 400 and blame:
+            if reply.status == 400:
                 words = classify(reply.status, reply.body).message
-                fields.fail(("model" if words.startswith("model ") else blame,), words)
+                if words.startswith("model "):
+                    fields.fail(("model",), words.removeprefix("model "))
+                if blame:
+                    fields.fail((blame,), words)
             raise refused(reply)
         return reply
 
@@ -144,10 +147,17 @@ class Context:
     def told(
         self, call: Call, writer: WriterRef | None, work: Callable[[Say | None], Result]
     ) -> Result:
-        """The result of ``work``, which is told where to pass on text, if to a channel."""
-        if writer is None:
+        """The result of ``work``, which is told where to pass on text, if to a channel.
+
+        :raises BusError: as ``work`` failed
+        :raises Interrupted: if the call was aborted or the caller has left
+        """
+        if writer is not None:
+            return self.outlets.run(self.open_channel, writer, call, work)
+        try:
             return work(None)
-        return self.outlets.run(self.open_channel, writer, call, work)
+        except ProviderError as error:
+            raise failed(error) from error
 
 
 def optional_writer(payload: dict[str, Any]) -> WriterRef | None:

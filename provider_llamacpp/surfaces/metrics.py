@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import fields
 from ..calls import Call
-from ..errors import BusError, InvalidRequest, ProviderError
+from ..errors import BusError, ProviderError
 from ..server.asking import failed
 from .context import Context
 
@@ -40,8 +40,6 @@ def metrics(context: Context, data: object, call: Call) -> dict[str, Any]:
     try:
         reply = context.ask(call, "GET", path, flag="--metrics")
         server = parse(reply.body.decode("utf-8", "replace"))
-    except InvalidRequest:
-        raise
     except (BusError, ProviderError) as error:
         problem = (failed(error) if isinstance(error, ProviderError) else error).message
     return {"server": server, "problem": problem, "worker": {name: stats[name] for name in OURS}}
