@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .bus.channel import Channel
     from .provider import Provider
     from .server.modelevents import Progress
-    from .server.resume import ResumableStream
+    from .server.resumable import ResumableStream
     from .server.upstream import Target, UpstreamStream
 
 COMPLETIONS = "/v1/chat/completions"
@@ -139,18 +139,15 @@ class StreamRun:
         prepared.body.setdefault("return_progress", True)
         # Lets end_thinking end a thought of this answer; costs nothing where nobody asks for it.
         prepared.body.setdefault("reasoning_control", True)
-        try:
-            body = jsontext.dumpb(prepared.body)
-        except ValueError as error:
-            raise InvalidRequest(f"the request {error}") from error
         headers = {"traceparent": self._traceparent} if self._traceparent else {}
         catalog = provider.catalog
         call.phase = "waiting"
         with provider.resumer.open_stream(
             target,
             COMPLETIONS,
-            body,
+            prepared.body,
             call,
+            encode=_encode,
             headers=headers,
             classify=self._classify,
             build=catalog.build if catalog else None,
@@ -305,6 +302,13 @@ class StreamRun:
             "bytes": self.consumed,
             "usage": dict(self.assembler.usage),
         }
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    try:
+        return jsontext.dumpb(body)
+    except ValueError as error:
+        raise InvalidRequest(f"the request {error}") from error
 
 
 def _seconds(since: float, until: float | None) -> float | None:

@@ -16,15 +16,16 @@ import pytest
 from peers import PATIENCE, Request, ScriptedServer, answer_json, free_port, wait_for
 from proxy import Proxy
 
-from provider_llamacpp import cli
+from provider_llamacpp import cli, jsontext
 from provider_llamacpp.calls import Call
 from provider_llamacpp.errors import Interrupted, ProviderError, SettingsError
 from provider_llamacpp.events.assembler import Outcome
 from provider_llamacpp.events.classify import classify
-from provider_llamacpp.server import discards, resume
+from provider_llamacpp.server import discards, resumable, resume
 from provider_llamacpp.server.address import Target
 from provider_llamacpp.server.dialing import Line
-from provider_llamacpp.server.resume import HEADER, LOOKUP, Resumer
+from provider_llamacpp.server.resumable import LOOKUP
+from provider_llamacpp.server.resume import HEADER, Resumer
 from provider_llamacpp.server.upstream import Upstream
 from provider_llamacpp.settings import Settings, from_environment
 
@@ -104,7 +105,7 @@ def discarded() -> None:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short pauses, and no thread that outlives its test."""
-    monkeypatch.setattr(resume, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(resumable, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(discards, "_FIRST_PAUSE", 0.01)
     yield
     discarded()
@@ -115,8 +116,14 @@ def resumer(mode: Any = "on", budget: float = PATIENCE) -> Resumer:
 
 
 def opened(url: str, by: Resumer | None = None, call: Call | None = None, **more: Any) -> Any:
-    options = {"headers": {"x-more": "1"}, "classify": classify, **more}
-    return (by or resumer()).open_stream(Target(url), CHAT, b"{}", call or new_call(), **options)
+    options = {
+        "encode": jsontext.dumpb,
+        "headers": {"x-more": "1"},
+        "classify": classify,
+        **more,
+    }
+    body = options.pop("body", {})
+    return (by or resumer()).open_stream(Target(url), CHAT, body, call or new_call(), **options)
 
 
 def read_all(stream: Any) -> bytes:
@@ -181,7 +188,7 @@ class TestWhether:
         assert (read_all(stream), stream.notice) == (BODY, None)
         (request,) = server.requests
         assert HEADER.lower() not in request.headers
-        assert request.headers["x-more"] == "1"
+        assert (request.headers["x-more"], request.body) == ("1", b"{}")
 
     @pytest.mark.parametrize("mode", ["on", "auto"])
     def test_a_server_that_keeps_no_streams(
@@ -363,8 +370,8 @@ class TestBreaks:
         stream = opened(server.url)
         assert read_all(stream) == BODY
         assert offsets(server) == edges
-        assert stream.notice is not None
-        assert " 6 times " in stream.notice
+        assert stream.resumed == 6
+        assert "taken up again" in stream.notice
 
     def test_a_stream_that_never_broke(self, server: ScriptedServer) -> None:
         stream = opened(server.url)
@@ -402,6 +409,56 @@ class TestBreaks:
         keeper.posts = [sends(BODY[:33], BREAK)]
         keeper.replays = [{**sends(BODY[33:]), "framing": "close"}]
         assert read_all(opened(server.url)) == BODY
+
+
+class TestSilence:
+    """The server is to send a comment now and then: a line without any is dead."""
+
+    @pytest.fixture(autouse=True)
+    def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(resume, "SILENCE_SECONDS", 0.2)
+
+    @pytest.mark.parametrize("options", [{}, {"sse_ping_interval": 0.01, "n": 1}])
+    def test_is_a_break(
+        self,
+        server: ScriptedServer,
+        keeper: Keeper,
+        options: dict[str, Any],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        assert resume.PING_SECONDS == 10
+        monkeypatch.setattr(resume, "PING_SECONDS", 0.05)
+        keeper.posts = [sends(BODY[:50], {"sleep_ms": 60_000})]
+        stream = opened(server.url, body=options)
+        assert read_all(stream) == BODY
+        assert stream.resumed == 1
+        wanted = {"sse_ping_interval": 0.05, **options}
+        assert server.requests[1].json() == wanted
+
+    def test_of_a_replay_is_too(
+        self, server: ScriptedServer, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(resume, "PING_SECONDS", 0.05)
+        keeper.posts = [sends(BODY[:50], BREAK)]
+        keeper.replays = [{"script": [SSE, {"sleep_ms": 60_000}]}]
+        stream = opened(server.url)
+        assert read_all(stream) == BODY
+        assert stream.resumed == 2
+
+    @pytest.mark.parametrize("ping", [-1, 0, None, "5", True])
+    def test_is_none_where_no_comments_were_asked_for(
+        self, server: ScriptedServer, keeper: Keeper, ping: object
+    ) -> None:
+        keeper.posts = [sends(BODY[:50], {"sleep_ms": 500}, {"send": BODY[50:]})]
+        stream = opened(server.url, body={"sse_ping_interval": ping})
+        assert read_all(stream) == BODY
+        assert stream.resumed == 0
+
+    def test_is_allowed_for_three_comments(self, server: ScriptedServer, keeper: Keeper) -> None:
+        keeper.posts = [sends(BODY[:50], {"sleep_ms": 500}, {"send": BODY[50:]})]
+        stream = opened(server.url, body={"sse_ping_interval": 10})
+        assert read_all(stream) == BODY
+        assert stream.resumed == 0
 
 
 class TestTries:
@@ -445,14 +502,14 @@ class TestTries:
     def test_a_server_that_says_nothing(
         self, server: ScriptedServer, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(resume, "TRY_SECONDS", 0.2)
+        monkeypatch.setattr(resumable, "TRY_SECONDS", 0.2)
         keeper.replays = [{"script": [{"hang_ms": 60_000}]}]
         assert read_all(opened(server.url)) == BODY
 
     def test_the_time_for_a_try_is_none_for_the_body(
         self, server: ScriptedServer, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(resume, "TRY_SECONDS", 0.2)
+        monkeypatch.setattr(resumable, "TRY_SECONDS", 0.2)
         keeper.replays = [sends(BODY[50:60], {"sleep_ms": 500}, {"send": BODY[60:]})]
         stream = opened(server.url)
         assert read_all(stream) == BODY
@@ -494,11 +551,20 @@ class TestTries:
         ]
         assert read_all(opened(server.url, resumer(budget=0.6))) == BODY
 
+    def test_a_connection_that_lasted_renews_it_too(
+        self, server: ScriptedServer, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(resumable, "LASTING_SECONDS", 0.1)
+        keeper.replays = [{"script": [SSE, {"hang_ms": 200}]}] * 4
+        stream = opened(server.url, resumer(budget=0.5))
+        assert read_all(stream) == BODY
+        assert stream.resumed == 5
+
     def test_an_abort_between_tries(
         self, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(resume, "_FIRST_PAUSE", 60.0)
-        monkeypatch.setattr(resume, "_LONGEST_PAUSE", 60.0)
+        monkeypatch.setattr(resumable, "_FIRST_PAUSE", 60.0)
+        monkeypatch.setattr(resumable, "_LONGEST_PAUSE", 60.0)
         call = new_call()
         with Proxy(server.url) as proxy:
             stream = opened(proxy.url, call=call)

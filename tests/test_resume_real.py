@@ -7,7 +7,6 @@ and keep streams; router mode needs the program.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import pathlib
 import random
@@ -20,12 +19,13 @@ import requests
 from proxy import Cut, Proxy
 from test_real import WEATHER, Turn, ask, slots_busy, texts, user, wait_until
 
-from provider_llamacpp import Settings
+from provider_llamacpp import Settings, jsontext
 from provider_llamacpp.calls import Call
 from provider_llamacpp.commands.caller import Caller
 from provider_llamacpp.events.classify import classify
 from provider_llamacpp.local import model as demo
 from provider_llamacpp.local.stack import LocalStack
+from provider_llamacpp.server import resume
 from provider_llamacpp.server.address import Target
 from provider_llamacpp.server.resume import Resumer, _Known
 from provider_llamacpp.server.upstream import Upstream
@@ -36,6 +36,7 @@ REPLAY = "GET /v1/stream?"
 CUTS = 200
 SEED = 11434
 
+OFTEN = {"llamacpp": {"sse_ping_interval": 1}}
 ASKS = (
     {"messages": "hi"},
     {"messages": "hi", "thinking_level": "low"},
@@ -186,9 +187,15 @@ def test_what_is_read_is_what_the_server_keeps(keeping):
         by = Resumer(Upstream(), "on", PATIENCE)
         # Asked before, as the answer to that is cut as well.
         by._known[proxy.url] = _Known(None, able=True, local=True)
-        url, data = Target(proxy.url), json.dumps(body).encode()
-        path = "/v1/chat/completions"
-        with by.open_stream(url, path, data, call, headers={}, classify=classify) as stream:
+        with by.open_stream(
+            Target(proxy.url),
+            "/v1/chat/completions",
+            body,
+            call,
+            encode=jsontext.dumpb,
+            headers={},
+            classify=classify,
+        ) as stream:
             got = b"".join(iter(stream.read, b""))
     query = {"conv_id": stream._conversation, "from": "0"}
     whole = requests.get(f"{server.url}/v1/stream", params=query, timeout=10).content
@@ -270,7 +277,7 @@ def test_a_stop_of_the_worker_stops_the_generation(keeping, path):
     turn = Turn(way.caller, "forever", model="slow")
     turn.until("text_delta")
     way.stack.worker.stop(drain=0)
-    assert slots_busy(server.url) == 0
+    assert busy_after(server, time.monotonic()) < 1.0
     assert turn.end()["error_kind"] == "transient"
 
 
@@ -286,6 +293,23 @@ def test_an_abort_while_the_line_is_down(keeping, path):
     turn.end()
     assert slots_busy(server.url) == 1
     way.proxy.accept()
+    wait_until(lambda: slots_busy(server.url) == 0)
+
+
+def test_an_abort_while_the_line_is_dead(keeping, path):
+    """The server cannot be told and does not refuse either: that holds up nobody for long."""
+    server = keeping("slow")
+    way = path(server)
+    turn = Turn(way.caller, "forever", model="slow")
+    turn.until("text_delta")
+    way.proxy.hold()
+    aborted = time.monotonic()
+    assert turn.abort()["aborted"]
+    turn.end()
+    wait_until(lambda: not way.streams())
+    assert time.monotonic() - aborted < 5.0
+    assert slots_busy(server.url) == 1
+    way.proxy.release()
     wait_until(lambda: slots_busy(server.url) == 0)
 
 
@@ -326,12 +350,15 @@ def test_a_buffer_that_dropped_what_was_missed(keeping, path):
     assert busy_after(server, time.monotonic()) < 2.0
 
 
-def test_a_server_that_is_killed(keeping, path):
-    server = keeping()
+@pytest.mark.parametrize("how", ["kill", "terminate"])
+def test_a_server_that_ends(keeping, path, how, monkeypatch):
+    """Told to stop, the program keeps the connection and says nothing more, for ever."""
+    monkeypatch.setattr(resume, "SILENCE_SECONDS", 4.0)
+    server = keeping("slow")
     way = path(server, resume_budget=1.0)
-    turn = Turn(way.caller, "forever")
+    turn = Turn(way.caller, "forever", model="slow", provider_options=OFTEN)
     turn.until("text_delta")
-    server.kill()
+    getattr(server, how)()
     message = turn.end()
     assert message["error_kind"] == "transient"
     assert "could not be taken up in 1 s" in message["error_message"]

@@ -115,12 +115,12 @@ class Line:
         if self.on_made is not None:
             self.on_made()
 
-    def lift(self) -> None:
-        """From now on no wait on this line has an end."""
+    def lift(self, idle: float | None = None) -> None:
+        """From now on no wait on this line has an end but that after ``idle`` seconds."""
         self.deadline = None
         with self._lock:
             if self._sock is not None:
-                self._sock.settimeout(None)
+                self._sock.settimeout(idle)
 
     def close(self) -> None:
         """The call's thread has no more use for the line; twice does no harm."""

@@ -236,6 +236,7 @@ class Upstream:
         headers: Mapping[str, str] | None = None,
         classify: Callable[[int, bytes], ProviderError] = classify,
         line: Line | None = None,
+        idle: float | None = None,
     ) -> UpstreamStream:
         """Send ``body`` (JSON) and wait, as long as it takes, for the headers of a success.
 
@@ -243,6 +244,7 @@ class Upstream:
         :param headers: more of them
         :param classify: turns status and body of a failure into the error to raise
         :param line: of :meth:`line`; its deadline is that of the headers, not of the body
+        :param idle: seconds without a byte after which the body counts as broken off
         :raises ProviderError: for any other status, and if the server cannot be reached
         :raises Interrupted: if the call is aborted
         """
@@ -250,7 +252,7 @@ class Upstream:
         stream = self._open(target, method, path, body, call, headers, line)
         try:
             if 200 <= stream.status < 300:
-                line.lift()
+                line.lift(idle)
                 return stream
             raise classify(stream.status, stream.read_error())
         except BaseException:
