@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 # The warnings of build tools are no news to who wants to run something.
 INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check format dist clean bench
+.PHONY: demo test check format dist clean bench chaos
 
 $(VENV)/.demo: setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -53,3 +53,8 @@ $(VENV)/.bench: setup.cfg pyproject.toml bench/requirements.txt
 bench: $(VENV)/.bench
 	mkdir -p build
 	$(BIN)/python -m bench --short --json build/bench.json --plot build/bench.png
+
+# A minute of faults under a new seed, which is printed and makes the run again: --seed N.
+chaos: $(VENV)/.dev
+	$(BIN)/python -m tests.chaos --seconds 40
+	$(BIN)/python -m tests.chaos --seconds 20 --real
