@@ -18,6 +18,7 @@ import os
 import queue
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ from ..calls import Call
 _SLICE = 0.25
 """Seconds between looks at the abort while a connect is under way. Linux needs none: there the
 shutdown of a connecting socket ends the wait at once."""
+_HEAD = 2048
+"""Bytes of one read of an answer's head: that and the first event."""
 _UNDERWAY = frozenset({errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EAGAIN})
 
 
@@ -221,23 +224,53 @@ def _shut(sock: socket.socket) -> None:
         pass  # Not connected yet, or closed already.
 
 
-class _Source(io.RawIOBase):
-    """What ``http.client`` reads from: the socket, with the deadline of its line."""
+class Source(io.RawIOBase):
+    """What ``http.client`` reads an answer's head from: the socket, with the deadline of its line.
+
+    Who reads the body goes on with :meth:`receive`. Until this is closed the socket lives, whoever
+    else closes that: so the objects of an answer need not stay for as long as its body comes.
+    """
 
     def __init__(self, file: io.RawIOBase, sock: socket.socket, line: Line) -> None:
+        self._rest = b""
+        """What was received and is not taken yet."""
         self._file = file
         """Kept open: the socket counts its files, and lives until the last is closed."""
         self._sock = sock
         self._line = line
 
+    def receive(self, size: int) -> bytes:
+        """What arrives next, at most ``size`` bytes; ``b""`` at the end."""
+        if self._rest:
+            return self._cut(size)
+        # A timeout for each read alone would let a peer that drips bytes go on for ever.
+        if self._line.deadline is not None:
+            self._sock.settimeout(self._line.left())
+        return self._sock.recv(size)
+
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        # A timeout for each read alone would let a peer that drips bytes go on for ever.
-        if self._line.deadline is not None:
-            self._sock.settimeout(self._line.left())
-        return self._sock.recv_into(buffer)
+        data = self.receive(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def readline(self, size: int | None = -1) -> bytes:
+        """Up to the next line end, or ``size`` bytes if there is none among them."""
+        limit = sys.maxsize if size is None or size < 0 else size
+        kept = b""
+        while not (end := kept.find(b"\n", 0, limit) + 1) and len(kept) < limit:
+            block = self.receive(_HEAD)
+            if not block:
+                break
+            kept += block
+        self._rest = kept + self._rest
+        return self._cut(end or min(len(kept), limit))
+
+    def _cut(self, size: int) -> bytes:
+        cut, self._rest = self._rest[:size], self._rest[size:]
+        return cut
 
     def close(self) -> None:
         self._file.close()
@@ -248,9 +281,7 @@ def _response(
     line: Line, sock: socket.socket, *args: Any, **kwargs: Any
 ) -> http.client.HTTPResponse:
     response = http.client.HTTPResponse(sock, *args, **kwargs)
-    # Holds headers only: of the body, read1() takes what has arrived past it. A stream keeps it
-    # for its whole life.
-    response.fp = io.BufferedReader(_Source(response.fp.detach(), sock, line), 1024)
+    response.fp = Source(response.fp.detach(), sock, line)  # type: ignore[assignment]
     return response
 
 

@@ -10,7 +10,6 @@ kept: llama-server closes idle ones after five seconds, and making one takes les
 
 from __future__ import annotations
 
-import functools
 import http.client
 import ssl
 import threading
@@ -26,16 +25,18 @@ from urllib3.exceptions import HTTPError
 from .. import jsontext
 from .._version import VERSION
 from ..calls import Call
-from ..errors import ProviderError, SettingsError
+from ..errors import ProviderError, SettingsError, redacted
 from ..events.classify import classify, network_error
 from .address import Target, normalise_api_url
 from .body import Counted, Dechunker, Framing, FramingError, UntilClose
-from .dialing import Line, LineRequest, Session
+from .dialing import Line, LineRequest, Session, Source
 
 __all__ = ["Reply", "Target", "Upstream", "UpstreamStream", "normalise_api_url"]
 
-BLOCK = 65536
-"""Bytes of one read: takes all that has arrived; beyond 128 KiB the buffers themselves cost."""
+SMALL, BLOCK = 2048, 65536
+"""Bytes of one read: room for a few tokens, and where they fill that, for all that has arrived.
+A stream waits in its read nearly all of its life, and 64 large buffers cost megabytes. Beyond
+128 KiB the buffers cost time."""
 ERROR_LIMIT = 65536
 """Bytes read of the body of an error."""
 ERROR_SECONDS = 5.0
@@ -73,17 +74,26 @@ class UpstreamStream:
     notice: str | None = None
     """What the reader is to be told of how it went; nothing, for a stream of one connection."""
 
-    def __init__(self, response: requests.Response, line: Line, call: Call | None, root: str):
+    def __init__(
+        self,
+        response: requests.Response,
+        line: Line,
+        call: Call | None,
+        root: str,
+        secret: str | None = None,
+    ):
         self.status = response.status_code
         self.headers: Mapping[str, str] = response.headers
         self.consumed = 0
         """Body bytes handed out so far."""
-        self._response = response
         self._line = line
         self._call = call
         self._root = root
-        self._take, self._framing = _source(response)
+        self._secret = secret
+        self._source, self._framing = _body(response)
+        self._take = self._source.receive
         self._feed = self._framing.feed
+        self._room = SMALL
         self._ended = self._framing.complete and not self._framing.until_close
 
     def read(self) -> bytes:
@@ -94,11 +104,14 @@ class UpstreamStream:
         """
         call = self._call
         while not self._ended:
+            room = self._room
             try:
-                raw = self._take()
+                raw = self._take(room)
             except _FAULTS as error:
                 self._line.check()
                 raise network_error(error, self._root) from error
+            if len(raw) == room or room == BLOCK:
+                self._room = BLOCK if len(raw) >= SMALL else SMALL
             # What arrives after an abort is nobody's: the caller was told that it is over.
             if call is not None and call.reason is not None:
                 call.check()
@@ -139,7 +152,7 @@ class UpstreamStream:
         return b"".join(blocks)
 
     def read_error(self) -> bytes:
-        """The body of an error, as far as it comes soon and is not too long.
+        """The body of an error, as far as it comes soon and is not too long, without our key.
 
         :raises Interrupted: if the call is aborted
         """
@@ -152,11 +165,13 @@ class UpstreamStream:
                 found += block
         except ProviderError:
             pass  # The status stands, whatever became of the words to it.
-        return found[:ERROR_LIMIT]
+        # Latin-1 keeps every byte as it is, and all keys are ASCII.
+        words = redacted(found[:ERROR_LIMIT].decode("latin-1"), self._secret)
+        return words.encode("latin-1")
 
     def close(self) -> None:
         """Drop the connection; llama-server stops generating. Twice does no harm."""
-        self._response.close()
+        self._source.close()
         self._line.close()
 
     def __enter__(self) -> UpstreamStream:
@@ -177,19 +192,32 @@ class UpstreamStream:
         )
 
 
-def _source(response: requests.Response) -> tuple[Callable[[], bytes], Framing]:
-    """How to read what has arrived, and the framing to undo."""
+class _Foreign:
+    """The body of a response that came over no line of ours: urllib3 undoes its framing."""
+
+    def __init__(self, response: requests.Response) -> None:
+        self._blocks = response.raw.stream(BLOCK, decode_content=False)
+        self.close = response.close
+
+    def receive(self, size: int) -> bytes:
+        return next(self._blocks, b"")
+
+
+def _body(response: requests.Response) -> tuple[Source | _Foreign, Framing]:
+    """What to read from, and the framing to undo. Of ``response`` nothing else is needed then."""
     reply = getattr(response.raw, "_original_response", None)
-    if isinstance(reply, http.client.HTTPResponse) and reply.fp is not None:
-        framing: Framing = UntilClose()
-        if reply.chunked:
-            framing = Dechunker()
-        elif reply.length is not None:
-            framing = Counted(reply.length)
-        return functools.partial(reply.fp.read1, BLOCK), framing
-    # A response that came over no line of ours: urllib3 undoes the framing.
-    blocks = response.raw.stream(BLOCK, decode_content=False)
-    return lambda: next(blocks, b""), UntilClose()
+    source = reply.fp if isinstance(reply, http.client.HTTPResponse) else None
+    if not isinstance(source, Source):
+        return _Foreign(response), UntilClose()
+    framing: Framing = UntilClose()
+    if reply.chunked:
+        framing = Dechunker()
+    elif reply.length is not None:
+        framing = Counted(reply.length)
+    # The objects of an answer take more memory than all else that a stream holds.
+    reply.fp = None
+    response.close()
+    return source, framing
 
 
 class Upstream:
@@ -310,7 +338,7 @@ class Upstream:
             response = self._session.send(
                 request, stream=True, timeout=timeout, allow_redirects=False, proxies={}
             )
-            stream = UpstreamStream(response, line, call, target.root)
+            stream = UpstreamStream(response, line, call, target.root, target.key)
         except _FAULTS as error:
             line.close()
             line.check()
