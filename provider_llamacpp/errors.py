@@ -20,6 +20,24 @@ ErrorKind = Literal["auth_expired", "rate_limited", "context_overflow", "transie
 """The router retries ``rate_limited`` and ``transient`` only (provider protocol 6)."""
 
 
+HIDDEN = "[secret]"
+_SHORTEST = 4
+"""Characters of the shortest secret that is looked for: a shorter one is in any text."""
+
+
+def redacted(text: str, *secrets: str | None) -> str:
+    """``text`` without the ``secrets``: servers like to quote the key that they refuse."""
+    import json  # errors are imported before all else, and this is seldom needed
+
+    for secret in secrets:
+        if secret and len(secret) >= _SHORTEST:
+            # As such, and as JSON writes it, of which there are two ways for a slash.
+            quoted = json.dumps(secret)[1:-1]
+            for form in (secret, quoted, quoted.replace("/", "\\/")):
+                text = text.replace(form, HIDDEN)
+    return text
+
+
 class ProviderLlamacppError(Exception):
     """Base of all errors below."""
 

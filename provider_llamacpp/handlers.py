@@ -21,7 +21,7 @@ from typing import Any
 from . import payloads
 from .bus.engine import Function, Invocation
 from .calls import Call, CallRegistry
-from .errors import BusError, Interrupted, InvalidRequest, ProviderError
+from .errors import BusError, Interrupted, InvalidRequest, ProviderError, redacted
 from .provider import Provider
 from .recent import RecentErrors
 from .schemas import function_schemas
@@ -198,9 +198,10 @@ class Handlers:
         try:
             result = work(invocation.data, call)
         except BusError as error:
-            failure = _anew(error)
+            failure = _anew(error, *self._provider.router.secrets)
         except ProviderError as error:
-            failure = BusError("invocation_failed", f"{_prefix(error)}: {error.message}")
+            words = redacted(error.message, *self._provider.router.secrets)
+            failure = BusError("invocation_failed", f"{_prefix(error)}: {words}")
         except Interrupted as error:
             words = _ENDED.get(error.reason, error.reason)
             failure = BusError("invocation_failed", f"provider/upstream: {words}")
@@ -251,9 +252,10 @@ def _text(data: object, name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _anew(error: BusError) -> BusError:
-    """The same without a traceback, which would hold the frame that keeps it, and the payload."""
-    return BusError(error.code, error.message)
+def _anew(error: BusError, *secrets: str | None) -> BusError:
+    """The same without ``secrets``, and without a traceback: that would hold the frame that keeps
+    it, and the payload."""
+    return BusError(error.code, redacted(error.message, *secrets))
 
 
 def _prefix(error: ProviderError) -> str:

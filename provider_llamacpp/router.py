@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .calls import Call
-from .errors import BusError, ProviderError
+from .errors import BusError, ProviderError, redacted
 
 TIMEOUT = 15.0
 """Seconds for every call to the router or the state (provider protocol 1)."""
@@ -121,6 +121,13 @@ class RouterClient:
         self._resolved: Resolved | None = None
         self._resolved_until = 0.0
 
+    @property
+    def secrets(self) -> tuple[str | None, ...]:
+        """What no message may hold: the registration token and the keys for llama-server."""
+        with self._lock:
+            resolved = self._resolved
+            return self._token, self._own_key, resolved.key if resolved else None
+
     def forget(self, *, token: bool = True) -> None:
         """Drop the cached resolve answer and, unless told otherwise, the token."""
         with self._lock:
@@ -199,9 +206,12 @@ class RouterClient:
     ) -> Any:
         if token is not None:
             payload["token"] = token
-        return self._invoke(
-            function_id, payload, timeout=TIMEOUT, call=call, namespace=self._namespace
-        )
+        try:
+            return self._invoke(
+                function_id, payload, timeout=TIMEOUT, call=call, namespace=self._namespace
+            )
+        except BusError as error:
+            raise BusError(error.code, redacted(error.message, token)) from None
 
     def _held_token(self) -> str | None:
         """The token from memory, else from the state.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from . import jsontext
 from .calls import Call
-from .errors import ConsumerGone, Interrupted, InvalidRequest, ProviderError
+from .errors import ConsumerGone, Interrupted, InvalidRequest, ProviderError, redacted
 from .events.assembler import Assembler, Outcome
 from .events.classify import NOT_LOADED, classify
 from .payloads import StreamRequest, WriterRef
@@ -115,7 +115,8 @@ class StreamRun:
         except ProviderError as error:
             # A new one: that one's traceback holds this run, and with it the whole answer, until
             # the garbage collector comes by.
-            self.error = ProviderError(error.kind, error.message, status=error.status)
+            words = redacted(error.message, *self.provider.router.secrets)
+            self.error = ProviderError(error.kind, words, status=error.status)
         except Exception as error:
             # A safety net: the caller still gets its one terminal frame.
             log.exception("stream %d failed in an unforeseen way", call.number)
@@ -219,6 +220,7 @@ class StreamRun:
             context_window=self.provider.abilities(self.request.model).context_window,
             now_ms=now_ms,
             call_id=new_call_id,
+            secret=self.target.key if self.target is not None else None,
         )
 
     @property

@@ -74,6 +74,7 @@ class Assembler:
     :param context_window: of the model, in tokens, if known
     :param now_ms: milliseconds since 1970
     :param call_id: makes an id for a tool call that came without one
+    :param secret: never shown in an error, whatever the server quotes
     :param learning: False has every delta take the long way
     """
 
@@ -90,6 +91,7 @@ class Assembler:
         context_window: int | None = None,
         now_ms: Callable[[], int],
         call_id: Callable[[], str],
+        secret: str | None = None,
         learning: bool = True,
     ) -> None:
         message = Message(
@@ -102,7 +104,7 @@ class Assembler:
         )
         self.ended = False
         """``[DONE]`` or an error was seen: nothing more is read."""
-        self._turn = Turn(message, Echo(prefill), fat=fat, alone=alone)
+        self._turn = Turn(message, Echo(prefill), fat=fat, alone=alone, secret=secret)
         self._cutter = EventCutter()
         self._strays = bytearray()
         self._finished = False

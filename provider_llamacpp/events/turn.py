@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from .. import jsontext
-from ..errors import ProviderError
+from ..errors import ProviderError, redacted
 from .classify import classify, error_in
 from .prefill import Echo
 from .slices import Slices
@@ -56,10 +56,17 @@ class Turn:
 
     :param fat: put the whole message into each delta
     :param alone: this worker has no other stream on that server
+    :param secret: never shown, whatever the server quotes
     """
 
     def __init__(
-        self, message: Message, echo: Echo, *, fat: bool, alone: Callable[[], bool]
+        self,
+        message: Message,
+        echo: Echo,
+        *,
+        fat: bool,
+        alone: Callable[[], bool],
+        secret: str | None = None,
     ) -> None:
         self.message = message
         self.started = False
@@ -81,6 +88,7 @@ class Turn:
         self._echo = echo
         self._fat = fat
         self._alone = alone
+        self._secret = secret
         self._total_tokens = 0
 
     def chunk(self, chunk: dict[str, Any], frames: list[bytes]) -> None:
@@ -122,7 +130,7 @@ class Turn:
 
     def fail_with(self, status: int | None, body: bytes | dict[str, Any]) -> None:
         """:meth:`fail` with what the server said."""
-        self.fail(classify(status, body, alone=self._alone()))
+        self.fail(classify(status, _without(body, self._secret), alone=self._alone()))
 
     def terminal(self, error: ProviderError | None, frames: list[bytes]) -> None:
         """The last frames: ``stop`` and ``done``, or ``error`` with the content so far (6.3)."""
@@ -254,6 +262,19 @@ class Turn:
             message.warnings.append(
                 f"the answer was cut because the context of {window} tokens is full"
             )
+
+
+def _without(body: bytes | dict[str, Any], secret: str | None) -> bytes | dict[str, Any]:
+    """``body`` without ``secret``; before anything is cut, as half a key is one too many."""
+    if not secret:
+        return body
+    if isinstance(body, bytes):
+        return redacted(body.decode("latin-1"), secret).encode("latin-1")
+    try:
+        found = jsontext.loads(redacted(jsontext.dumps(body), secret))
+    except ValueError:
+        return {"error": {}}
+    return found if isinstance(found, dict) else {"error": {}}
 
 
 def _text(value: object) -> str:
