@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import requests
 import responses
+import urllib3
 from conftest import LlamaFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +32,7 @@ from peers import (
     free_port,
     wait_for,
 )
+from urllib3.connection import HTTPConnection
 
 from provider_llamacpp.calls import Call
 from provider_llamacpp.errors import Interrupted, ProviderError, SettingsError
@@ -147,6 +150,72 @@ def test_all_that_has_arrived_comes_in_one_read() -> None:
     with ScriptedServer(script(burst)) as server, open_at(server) as stream:
         assert sent.wait(PATIENCE)
         assert len(stream.read()) > 100 * len(event)
+
+
+def test_a_read_has_room_for_what_comes_and_not_for_more() -> None:
+    token, burst = b"data: {}\n\n", b"x" * 300_000
+    taken = [threading.Event(), threading.Event()]
+
+    def wait(event: threading.Event) -> Callable[[Exchange], None]:
+        return lambda exchange: exchange.watch(PATIENCE, until=event)
+
+    steps = [
+        {"send": token.decode()},
+        wait(taken[0]),
+        {"send": burst.decode()},
+        wait(taken[1]),
+        {"send": token.decode()},
+        {"close": True},
+    ]
+    rooms: list[int] = []
+    with ScriptedServer(script(*steps, framing="close")) as server, open_at(server) as stream:
+        take = stream._take
+
+        def counted(room: int) -> bytes:
+            rooms.append(room)
+            return take(room)
+
+        stream._take = counted
+        assert stream.read() == token
+        taken[0].set()
+        size = 0
+        while size < len(burst):
+            size += len(stream.read())
+        assert rooms[:2] == [upstream.SMALL] * 2
+        assert upstream.BLOCK in rooms
+        taken[1].set()
+        assert stream.read() == token
+        assert stream.read() == b""
+        assert rooms[-1] == upstream.SMALL
+
+
+def test_of_an_answer_under_way_only_the_connection_is_kept() -> None:
+    heavy = (requests.Response, requests.PreparedRequest, urllib3.HTTPResponse, HTTPConnection)
+
+    def alive() -> set[int]:
+        return {id(each) for each in gc.get_objects() if isinstance(each, heavy)}
+
+    gc.collect()
+    before = alive()
+    steps = [{"send": "data: 1\n\n"}, {"send": "data: 2\n\n"}, {"hang_ms": 60_000}]
+    with ScriptedServer(script(*steps)) as server, open_at(server) as stream:
+        assert alive() <= before
+        found = b""
+        while b"2" not in found:
+            found += stream.read()
+        assert stream.headers["content-type"] == "text/event-stream"
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 90), st.integers(1, 90))
+def test_a_head_may_arrive_in_any_pieces(first: int, second: int) -> None:
+    text = "HTTP/1.1 200 OK\r\nX-Long: " + "v" * 3000 + "\r\nContent-Length: 4\r\n\r\nbody"
+    pieces = text[:first], text[first : first + second], text[first + second :]
+    steps = [{"send": piece} for piece in pieces]
+    with ScriptedServer({"script": steps}) as server:
+        stream = open_at(server)
+        assert stream.headers["X-Long"] == "v" * 3000
+        assert b"".join(read_to_end(stream)) == b"body"
 
 
 def test_the_request_says_what_it_should() -> None:

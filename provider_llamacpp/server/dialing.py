@@ -248,14 +248,6 @@ class Source(io.RawIOBase):
             self._sock.settimeout(self._line.left())
         return self._sock.recv(size)
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.receive(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
     def readline(self, size: int | None = -1) -> bytes:
         """Up to the next line end, or ``size`` bytes if there is none among them."""
         limit = sys.maxsize if size is None or size < 0 else size
