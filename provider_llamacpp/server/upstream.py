@@ -25,7 +25,7 @@ from urllib3.exceptions import HTTPError
 from .. import jsontext
 from .._version import VERSION
 from ..calls import Call
-from ..errors import ProviderError, SettingsError
+from ..errors import ProviderError, SettingsError, redacted
 from ..events.classify import classify, network_error
 from .address import Target, normalise_api_url
 from .body import Counted, Dechunker, Framing, FramingError, UntilClose
@@ -74,7 +74,14 @@ class UpstreamStream:
     notice: str | None = None
     """What the reader is to be told of how it went; nothing, for a stream of one connection."""
 
-    def __init__(self, response: requests.Response, line: Line, call: Call | None, root: str):
+    def __init__(
+        self,
+        response: requests.Response,
+        line: Line,
+        call: Call | None,
+        root: str,
+        secret: str | None = None,
+    ):
         self.status = response.status_code
         self.headers: Mapping[str, str] = response.headers
         self.consumed = 0
@@ -82,6 +89,7 @@ class UpstreamStream:
         self._line = line
         self._call = call
         self._root = root
+        self._secret = secret
         self._source, self._framing = _body(response)
         self._take = self._source.receive
         self._feed = self._framing.feed
@@ -144,7 +152,7 @@ class UpstreamStream:
         return b"".join(blocks)
 
     def read_error(self) -> bytes:
-        """The body of an error, as far as it comes soon and is not too long.
+        """The body of an error, as far as it comes soon and is not too long, without our key.
 
         :raises Interrupted: if the call is aborted
         """
@@ -157,7 +165,9 @@ class UpstreamStream:
                 found += block
         except ProviderError:
             pass  # The status stands, whatever became of the words to it.
-        return found[:ERROR_LIMIT]
+        # Latin-1 keeps every byte as it is, and all keys are ASCII.
+        words = redacted(found[:ERROR_LIMIT].decode("latin-1"), self._secret)
+        return words.encode("latin-1")
 
     def close(self) -> None:
         """Drop the connection; llama-server stops generating. Twice does no harm."""
@@ -328,7 +338,7 @@ class Upstream:
             response = self._session.send(
                 request, stream=True, timeout=timeout, allow_redirects=False, proxies={}
             )
-            stream = UpstreamStream(response, line, call, target.root)
+            stream = UpstreamStream(response, line, call, target.root, target.key)
         except _FAULTS as error:
             line.close()
             line.check()
