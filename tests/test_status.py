@@ -118,8 +118,8 @@ class Peers:
 
     # The server.
     @contextmanager
-    def open_stream(self, target, path, body, call, **more):
-        self.body = json.loads(body)
+    def open_stream(self, target, path, body, call, *, encode, **more):
+        self.body = json.loads(encode(body))
         self.slot()
         yield self
 
@@ -614,7 +614,8 @@ def test_a_small_terminal_shows_what_fits():
 
 def test_an_answer_that_is_old_says_so():
     lines = drawn(status.Look(some_stats(), 1.0, "the worker has left the bus"), rich=False)
-    assert lines[1].startswith("the worker has left the bus; this is what it said at ")
+    assert lines[1].startswith("the worker has left the bus; what follows it said at ")
+    assert "engine connected" not in lines[0]
 
 
 def test_watching_goes_on_when_the_worker_is_away():

@@ -245,7 +245,9 @@ def page(terminal: Terminal, look: Look, *, height: int | None = None) -> Page:
     head = f"provider-llamacpp {stats['version']} as {stats['id']}, up {duration(stats['uptime'])}"
     content: Page = [((head, "strong"), ", ", connected, (f"  {clock}", "dim"))]
     if look.problem is not None:
-        content.append(((f"{look.problem}; this is what it said at {clock}", "bad"),))
+        words = f"{look.problem}; what follows it said at {clock}"
+        content = [((head, "strong"),)]
+        content += [((line, "bad"),) for line in terminal.wrap(words, 0)]
     content += _server(terminal, stats["server"])
     content.append(())
     streams = stats["streams"]
