@@ -24,6 +24,9 @@ AbortReason = Literal["abort", "consumer gone", "stop"]
 Phase = Literal["accepted", "resolving", "connecting", "waiting", "reading", "ending"]
 
 
+_SETTINGS = {"stream": "setting max_streams", "request": "setting max_requests"}
+
+
 class Call:
     """One stream, embedding or count from acceptance to answer."""
 
@@ -114,7 +117,7 @@ class CallRegistry:
                 raise ProviderError(
                     "rate_limited",
                     f"{running} {kind} calls are running, the most this worker takes "
-                    f"(setting {'max_streams' if kind == 'stream' else 'max_requests'})",
+                    f"({_SETTINGS.get(kind, 'there is no setting for it')})",
                 )
             call = Call(next(self._numbers), kind, key=key, model=model)
             self._calls[call.number] = call
@@ -134,10 +137,11 @@ class CallRegistry:
         # Counted, not any(): any() would stop at the first and leave the other attempts running.
         return sum(call.abort(reason) for call in found) > 0
 
-    def abort_all(self, reason: AbortReason) -> None:
-        """Abort every call."""
+    def abort_all(self, reason: AbortReason, *, kind: str | None = None) -> None:
+        """Abort every call, or every one of ``kind``."""
         for call in self.snapshot():
-            call.abort(reason)
+            if kind in (None, call.kind):
+                call.abort(reason)
 
     def snapshot(self) -> list[Call]:
         """The calls in flight now, oldest first."""

@@ -129,6 +129,11 @@ def _add_settings(to: argparse.ArgumentParser, *, again: bool = False) -> None:
         type=_tools,
         metavar="NAMES",
     )
+    add(
+        "--allow-model-management",
+        "let callers unload, download and delete llama-server's models",
+        action="store_true",
+    )
     add("--drain", "how long a stop waits for streams (default 10)", type=float, metavar="SECONDS")
     add("--log-level", "default info", choices=("debug", "info", "warning", "error"))
     add("--log-json", "one JSON object per log line", action="store_true")
@@ -156,6 +161,7 @@ SETTING_FLAGS = (
     "fat_deltas",
     "resume",
     "allow_server_tools",
+    "allow_model_management",
     "drain",
     "log_level",
     "log_json",

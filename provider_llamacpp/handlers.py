@@ -78,7 +78,9 @@ class Handlers:
         schemas = function_schemas(self._provider.id) | surface_schemas(self._provider.id)
         for surface in allowed(self._provider.settings):
             work = partial(surface.work, self._context)
-            handlers[surface.name] = partial(self._submit, name=surface.name, work=work)
+            handlers[surface.name] = partial(
+                self._submit, name=surface.name, work=work, kind=surface.kind
+            )
         return [
             Function(id=f"provider::{self._provider.id}::{name}", handler=handler, **schemas[name])
             for name, handler in handlers.items()
@@ -128,12 +130,16 @@ class Handlers:
         self._submit(invocation, "refresh_models", self._refresh_models)
 
     def _submit(
-        self, invocation: Invocation, name: str, work: Callable[[Any, Call], object]
+        self,
+        invocation: Invocation,
+        name: str,
+        work: Callable[[Any, Call], object],
+        kind: str = "request",
     ) -> None:
         key = _text(invocation.data, "resolution_key")
         model = _text(invocation.data, "model")
         try:
-            call = self._means.registry.open("request", key=key, model=model)
+            call = self._means.registry.open(kind, key=key, model=model)
         except ProviderError as error:
             self._means.errors.add(name, error.kind, error.message)
             invocation.fail("invocation_failed", f"provider/{error.kind}: {error.message}")

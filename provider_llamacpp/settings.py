@@ -70,6 +70,8 @@ class Settings:
     allow_server_tools: tuple[str, ...] = ()
     """Which of llama-server's own tools callers may run: ``read`` is every tool that does not
     write, others by name. Empty: none, and there is no function for it."""
+    allow_model_management: bool = False
+    """Whether callers may unload, download and delete the models of a server in router mode."""
     catalog_interval: float = 45.0
     """How often the catalog is compared with the server: never stale for a minute."""
     log_level: LogLevel = "info"

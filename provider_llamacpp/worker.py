@@ -32,6 +32,8 @@ from .watchdog import Watchdog, Watched
 
 DESCRIPTION = "llama.cpp (llama-server) as a provider behind llm-router"
 REFUSAL_THREADS = 4
+MAX_WATCHES = 8
+"""Callers at once who are told what becomes of models; apart, as they may stay for hours."""
 CUT_GRACE = 2.0
 """Seconds for streams to say their last frame after a stop cut them, then for their channels."""
 
@@ -57,7 +59,11 @@ class ProviderWorker:
         self._state_lock = threading.Lock()
         self._started = self._stopping = False
         self._registry = CallRegistry(
-            {"stream": settings.max_streams, "request": settings.max_requests}
+            {
+                "stream": settings.max_streams,
+                "request": settings.max_requests,
+                "watch": MAX_WATCHES,
+            }
         )
         self._errors = RecentErrors()
         self._runs = Runs(self._errors)
@@ -119,7 +125,8 @@ class ProviderWorker:
         self._started_at = time.monotonic()
         settings = self.settings
         self._pool = ThreadPoolExecutor(
-            settings.max_streams + settings.max_requests, thread_name_prefix=f"{settings.id}-call"
+            settings.max_streams + settings.max_requests + MAX_WATCHES,
+            thread_name_prefix=f"{settings.id}-call",
         )
         self._refusals = ThreadPoolExecutor(
             REFUSAL_THREADS, thread_name_prefix=f"{settings.id}-refusal"
@@ -179,6 +186,8 @@ class ProviderWorker:
                 self._ended.wait(2 * CUT_GRACE + 10.0)
             return
         self._registry.refuse()
+        # They have no end of their own to wait for.
+        self._registry.abort_all("stop", kind="watch")
         self._drain(self.settings.drain if drain is None else drain)
         self._stop_event.set()
         self._registry.abort_all("stop")

@@ -41,7 +41,7 @@ LAYERS = [
     {"surfaces.context"},
     {
         *("surfaces.infill", "surfaces.metrics", "surfaces.rerank", "surfaces.slots"),
-        *("surfaces.texts", "surfaces.thinking", "surfaces.tools"),
+        *("surfaces.texts", "surfaces.thinking", "surfaces.tools", "surfaces.models"),
     },
     {"surfaces.table"},
     {"handlers", "watchdog"},

@@ -12,7 +12,8 @@ After an abort, and for a caller who left, there is no last frame.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .. import jsontext
@@ -36,10 +37,16 @@ class Outlet:
     def __init__(self, call: Call, channel: Channel) -> None:
         self.call = call
         self.channel = channel
+        self.last: dict[str, Any] | None = None
+        """The frame that goes out when it is over."""
+
+    def tell(self, frame: dict[str, Any]) -> None:
+        """:raises ConsumerGone: if the caller has left"""
+        self.channel.send([jsontext.dumpb(frame)])
 
     def say(self, text: str) -> None:
         """:raises ConsumerGone: if the caller has left"""
-        self.channel.send([_frame("chunk", text=text)])
+        self.tell({"type": "chunk", "text": text})
 
 
 class Outlets:
@@ -68,37 +75,44 @@ class Outlets:
         :raises BusError: as ``work`` failed
         :raises Interrupted: if the call was aborted or the caller has left
         """
+        with self.opened(open_channel, writer, call) as outlet:
+            try:
+                result = work(outlet.say)
+            except Interrupted as error:
+                if error.reason == "stop":
+                    outlet.last = _error("provider/upstream: the worker was stopped")
+                raise
+            except (BusError, ProviderError) as error:
+                fault = failed(error) if isinstance(error, ProviderError) else error
+                outlet.last = _error(fault.message, fault.code)
+                raise fault from error
+            outlet.last = {"type": "done", "result": result}
+            return result
+
+    @contextmanager
+    def opened(self, open_channel: OpenChannel, writer: WriterRef, call: Call) -> Iterator[Outlet]:
+        """The caller's channel; the last frame of the outlet goes out at the end of the block.
+
+        :raises InvalidRequest: if there is no such channel
+        :raises Interrupted: if the caller has left
+        """
         try:
             outlet = Outlet(call, open_channel(writer, call))
         except ConsumerGone as error:
             raise InvalidRequest(f"writer_ref: {error}") from error
         with self._lock:
             self._outlets[call.number] = outlet
-        last: list[bytes] = []
         try:
-            result = work(outlet.say)
-            last = [_frame("done", result=result)]
-            return result
+            yield outlet
         except ConsumerGone as error:
+            outlet.last = None
             call.abort("consumer gone")
             raise Interrupted("consumer gone") from error
-        except Interrupted as error:
-            if error.reason == "stop":
-                last = [_error("provider/upstream: the worker was stopped")]
-            raise
-        except (BusError, ProviderError) as error:
-            fault = failed(error) if isinstance(error, ProviderError) else error
-            last = [_error(fault.message, fault.code)]
-            raise fault from error
         finally:
             with self._lock:
                 del self._outlets[call.number]
-            outlet.channel.finish(last)
+            outlet.channel.finish([] if outlet.last is None else [jsontext.dumpb(outlet.last)])
 
 
-def _frame(kind: str, **fields: object) -> bytes:
-    return jsontext.dumpb({"type": kind, **fields})
-
-
-def _error(message: str, code: str = "invocation_failed") -> bytes:
-    return _frame("error", error={"code": code, "message": message})
+def _error(message: str, code: str = "invocation_failed") -> dict[str, Any]:
+    return {"type": "error", "error": {"code": code, "message": message}}

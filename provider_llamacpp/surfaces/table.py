@@ -12,6 +12,14 @@ from ..settings import Settings
 from .context import Context
 from .infill import infill
 from .metrics import metrics
+from .models import (
+    models_delete,
+    models_download,
+    models_list,
+    models_load,
+    models_unload,
+    models_watch,
+)
 from .rerank import rerank
 from .slots import slots
 from .texts import detokenize, tokenize
@@ -27,6 +35,10 @@ def _with_tools(settings: Settings) -> bool:
     return bool(settings.allow_server_tools)
 
 
+def _with_management(settings: Settings) -> bool:
+    return settings.allow_model_management
+
+
 @dataclass(frozen=True, slots=True)
 class Surface:
     """One function: the last part of its id, what it does, and when there is such a function."""
@@ -34,6 +46,8 @@ class Surface:
     name: str
     work: Callable[[Context, object, Call], object]
     allowed: Callable[[Settings], bool] = _always
+    kind: str = "request"
+    """Of its calls, for their limit: see :class:`~provider_llamacpp.calls.CallRegistry`."""
 
 
 SURFACES = (
@@ -46,6 +60,12 @@ SURFACES = (
     Surface("end_thinking", end_thinking),
     Surface("tools_list", tools_list, _with_tools),
     Surface("tools_call", tools_call, _with_tools),
+    Surface("models_list", models_list),
+    Surface("models_load", models_load),
+    Surface("models_unload", models_unload, _with_management),
+    Surface("models_download", models_download, _with_management),
+    Surface("models_delete", models_delete, _with_management),
+    Surface("models_watch", models_watch, kind="watch"),
 )
 
 
