@@ -143,16 +143,16 @@ class Conversation:
 
     def _on_call(self, message: wire.Message) -> None:
         invocation = Invocation(message, str(message["function_id"]), self._answer)
-        function = self._registrations.find(invocation.function_id)
-        if function is None:
+        handler = self._registrations.handler(invocation.function_id)
+        if handler is None:
             invocation.fail("function_not_found", f"{invocation.function_id} is not served here")
             return
         try:
-            function.handler(invocation)
+            handler(invocation)
         except BusError as error:
             invocation.fail(error.code, error.message)
         except Exception as error:
-            log.exception("the handler of %s failed", function.id)
+            log.exception("the handler of %s failed", invocation.function_id)
             invocation.fail("invocation_failed", f"handler error: {error}")
 
     def _answer(self, invocation: Invocation, body: wire.Message) -> None:

@@ -115,11 +115,11 @@ class Engine:
 
         :raises ValueError: if its schemas or metadata are not JSON
         """
-        text = jsontext.dumpb(function.message())
+        text = function.text()
         # Under the lock that publishes a session: either its replay holds the change, or the
         # session is seen here and told.
         with self._state:
-            self._registrations.add(function)
+            self._registrations.add(function, text)
             talk = self._talk
         if talk is not None:
             talk.say(text)
@@ -334,7 +334,7 @@ class Engine:
 
     def _serve(self, link: Link, waker: Waker) -> str:
         with self._state:
-            first = [part for each in self._replay() for part in framed(jsontext.dumpb(each))]
+            first = [part for each in self._replay() for part in framed(each)]
             session = Session(link, waker, first, clock=self._clock, **self._limits)
             self._last = self._talk = talk = Conversation(
                 session,
@@ -348,9 +348,11 @@ class Engine:
             session.close()  # stop() may have come before it could see the session
         return session.run(talk.on_message, talk.timers)
 
-    def _replay(self) -> list[wire.Message]:
-        """What a connection begins with (3.1)."""
-        again = [wire.reattach(*self._reattach)] if self._reattach is not None else []
+    def _replay(self) -> list[bytes]:
+        """What a connection begins with (3.1), as JSON."""
+        again = []
+        if self._reattach is not None:
+            again.append(jsontext.dumpb(wire.reattach(*self._reattach)))
         card = wire.register_worker(
             name=self._name,
             version=self._version,
@@ -360,7 +362,7 @@ class Engine:
             isolation=self._isolation,
             namespace=self._namespace,
         )
-        return [*again, *self._registrations.replay(), card]
+        return [*again, *self._registrations.replay(), jsontext.dumpb(card)]
 
     def _taken_in(self) -> None:
         self._delays.reset()
