@@ -8,7 +8,7 @@ callers generate code from them. What :mod:`.payloads` accepts is wider. The tex
 from __future__ import annotations
 
 import json
-import pkgutil
+from importlib import resources
 from typing import Any
 
 
@@ -26,8 +26,6 @@ def function_schemas(id: str) -> dict[str, dict[str, Any]]:
 
 def load(package: str, id: str) -> dict[str, dict[str, Any]]:
     """The same for the functions described in ``schemas.json`` of ``package``."""
-    data = pkgutil.get_data(package, "schemas.json")
-    if data is None:
-        raise AssertionError("the package came without schemas.json")
-    schemas: dict[str, dict[str, Any]] = json.loads(data.decode().replace("<id>", id))
+    text = resources.files(package).joinpath("schemas.json").read_text(encoding="utf-8")
+    schemas: dict[str, dict[str, Any]] = json.loads(text.replace("<id>", id))
     return schemas

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ..calls import Call
 from ..schemas import load
 from ..settings import Settings
-from .context import Context
-from .infill import infill
-from .metrics import metrics
-from .models import (
-    models_delete,
-    models_download,
-    models_list,
-    models_load,
-    models_unload,
-    models_watch,
-)
-from .rerank import rerank
-from .slots import slots
-from .texts import detokenize, tokenize
-from .thinking import end_thinking
-from .tools import tools_call, tools_list
+
+if TYPE_CHECKING:
+    from .context import Context
 
 
 def _always(settings: Settings) -> bool:
@@ -41,31 +29,37 @@ def _with_management(settings: Settings) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """One function: the last part of its id, what it does, and when there is such a function."""
+    """One function: the last part of its id, which names the function in ``module`` that does it,
+    and when there is such a function."""
 
     name: str
-    work: Callable[[Context, object, Call], object]
+    module: str
     allowed: Callable[[Settings], bool] = _always
     kind: str = "request"
     """Of its calls, for their limit: see :class:`~provider_llamacpp.calls.CallRegistry`."""
 
+    def work(self, context: Context, data: object, call: Call) -> object:
+        """Serve ``call``. Its module is imported now: most workers are never asked for it."""
+        module = import_module(f".{self.module}", __package__)
+        return getattr(module, self.name)(context, data, call)
+
 
 SURFACES = (
-    Surface("rerank", rerank),
-    Surface("tokenize", tokenize),
-    Surface("detokenize", detokenize),
-    Surface("infill", infill),
-    Surface("slots", slots),
-    Surface("metrics", metrics),
-    Surface("end_thinking", end_thinking),
-    Surface("tools_list", tools_list, _with_tools),
-    Surface("tools_call", tools_call, _with_tools),
-    Surface("models_list", models_list),
-    Surface("models_load", models_load),
-    Surface("models_unload", models_unload, _with_management),
-    Surface("models_download", models_download, _with_management),
-    Surface("models_delete", models_delete, _with_management),
-    Surface("models_watch", models_watch, kind="watch"),
+    Surface("rerank", "rerank"),
+    Surface("tokenize", "texts"),
+    Surface("detokenize", "texts"),
+    Surface("infill", "infill"),
+    Surface("slots", "slots"),
+    Surface("metrics", "metrics"),
+    Surface("end_thinking", "thinking"),
+    Surface("tools_list", "tools", _with_tools),
+    Surface("tools_call", "tools", _with_tools),
+    Surface("models_list", "models"),
+    Surface("models_load", "models"),
+    Surface("models_unload", "models", _with_management),
+    Surface("models_download", "models", _with_management),
+    Surface("models_delete", "models", _with_management),
+    Surface("models_watch", "models", kind="watch"),
 )
 
 
