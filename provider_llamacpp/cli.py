@@ -150,6 +150,9 @@ def _tools(text: str) -> tuple[str, ...]:
     return tool_names(text)
 
 
+LOCAL_PACKAGES = ("websockets", "gguf", "numpy", "xllamacpp")
+"""What the extra ``local`` brings: without it the commands that embed an engine cannot run."""
+
 SETTING_FLAGS = (
     "url",
     "id",
@@ -180,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         return complete()
     from .errors import ProviderLlamacppError, SettingsError
-    from .settings import from_environment
+    from .settings import from_environment, unknown_variables
 
     options = parser(arguments).parse_args(arguments)
     if options.manifest:
@@ -192,6 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
+    for variable in unknown_variables(os.environ):
+        print(f"{PROGRAM}: {variable} is no setting, and ignored", file=sys.stderr)
     if options.config:
         print(
             f"{PROGRAM}: --config {options.config} is ignored: configuration comes from the "
@@ -205,6 +210,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_worker(settings)
     except ProviderLlamacppError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in LOCAL_PACKAGES:
+            raise
+        print(
+            f"{PROGRAM}: the embedded engine needs the package {package}: "
+            f"pip install '{PROGRAM}[local]' (in a checkout: pip install '.[local]')",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         return 130

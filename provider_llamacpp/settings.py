@@ -99,6 +99,13 @@ def _check(settings: Settings) -> None:
         raise SettingsError(
             f"url {_shown(settings.url)!r}: must be ws://host:port or wss://host:port (--url)"
         )
+    if settings.api_url:
+        parts = _split("api_url", settings.api_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            # The address is not repeated: it may hold a secret anywhere.
+            raise SettingsError(
+                "api_url: must be http://host:port or https://host:port (--api-url)"
+            )
     if settings.namespace is not None and not settings.namespace.strip():
         raise SettingsError("namespace is blank: name one or leave it unset (III_NAMESPACE)")
     if settings.max_streams < 1 or settings.max_requests < 1:
@@ -120,7 +127,9 @@ def _check(settings: Settings) -> None:
                 " (--allow-server-tools)"
             )
     if settings.log_level not in ("debug", "info", "warning", "error"):
-        raise SettingsError(f"log_level {settings.log_level!r}: debug, info, warning or error")
+        raise SettingsError(
+            f"log_level {settings.log_level!r}: debug, info, warning or error (--log-level)"
+        )
 
 
 def _split(name: str, url: str) -> Any:
@@ -163,6 +172,12 @@ def _parse(name: str, kind: Any, text: str) -> Any:
         except ValueError:
             raise SettingsError(f"{ENV_PREFIX}{name.upper()}={text!r}: not a number") from None
     return text
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables with our prefix that name no setting: misspelt, most likely."""
+    known = {ENV_PREFIX + each.name.upper() for each in fields(Settings)}
+    return sorted(each for each in environ if each.startswith(ENV_PREFIX) and each not in known)
 
 
 def from_environment(environ: Mapping[str, str], **overrides: Any) -> Settings:

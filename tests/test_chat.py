@@ -134,10 +134,21 @@ def test_a_failed_answer_has_exit_code_1(llama, capsys):
 
 def test_no_engine_is_said_with_the_flag(capsys):
     assert cli.main(["chat", "--url", "ws://127.0.0.1:9", "hi"]) == 1
-    assert "--url" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "--url" in told
+    assert "next try" not in told
 
 
-def test_a_level_nobody_knows_is_named(llama, capsys):
-    code = cli.main(["chat", "--local", "--api-url", llama.url, "--thinking", "loud", "hello"])
-    assert code == 1
-    assert "thinking_level" in capsys.readouterr().err
+def test_a_level_nobody_knows_is_named(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--thinking", "loud", "hello"])
+    assert "invalid choice: 'loud'" in capsys.readouterr().err
+
+
+def test_an_abort_in_the_middle_of_a_line_ends_the_line():
+    out = io.StringIO()
+    display = chat.Display(out, colour=False)
+    display.show({"type": "text_delta", "delta": "half"})
+    display.aborted()
+    assert out.getvalue() == "half\n"
+    assert display.failure == "aborted"

@@ -160,7 +160,7 @@ def test_every_flag_is_a_setting(ran, tmp_path):
     flags = (
         "--url ws://h:1 --id pi5 --api-url http://a:1 --ca-file ca --client-cert cc "
         "--max-streams 3 --ping-interval 4 --fat-deltas --resume off --drain 5 --log-level debug "
-        "--log-json --allow-server-tools read,write_file"
+        "--log-json --allow-server-tools read,write_file --allow-model-management"
     )
     assert cli.main(flags.split()) == 0
     assert ran[-1] == Settings(
@@ -177,6 +177,7 @@ def test_every_flag_is_a_setting(ran, tmp_path):
         log_level="debug",
         log_json=True,
         allow_server_tools=("read", "write_file"),
+        allow_model_management=True,
     )
     named = {word[2:].replace("-", "_") for word in flags.split() if word.startswith("--")}
     assert named == set(cli.SETTING_FLAGS)
@@ -197,6 +198,39 @@ def test_server_tools_are_granted_to_read_or_by_name(ran, capsys):
 def test_config_is_accepted_and_ignored_with_a_warning(ran, capsys):
     assert cli.main(["--config", "config.yaml"]) == 0
     assert "config.yaml is ignored" in capsys.readouterr().err
+
+
+def test_a_misspelt_variable_is_told(ran, capsys, monkeypatch):
+    monkeypatch.setenv("PROVIDER_LLAMACPP_MAX_STREAM", "8")
+    assert cli.main([]) == 0
+    told = capsys.readouterr().err
+    assert "PROVIDER_LLAMACPP_MAX_STREAM is no setting, and ignored" in told
+
+
+def test_a_missing_extra_is_named_not_traced():
+    program = """
+import sys
+from provider_llamacpp import cli
+
+sys.modules["websockets"] = None  # as if it were not installed
+for command in (["chat", "--local"], ["local"], ["bench", "--local"]):
+    assert cli.main(command) == 1
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ran.stderr.count("websockets: pip install 'provider-llamacpp[local]'") == 3
+
+
+def test_a_module_missing_for_another_reason_is_not_hidden(monkeypatch):
+    from provider_llamacpp.commands import chat
+
+    def run(settings, options):
+        raise ModuleNotFoundError("No module named 'gone'", name="gone")
+
+    monkeypatch.setattr(chat, "run", run)
+    with pytest.raises(ModuleNotFoundError, match="gone"):
+        cli.main(["chat"])
 
 
 def test_flags_count_before_and_behind_a_command(monkeypatch):

@@ -525,3 +525,12 @@ def test_a_real_router_is_not_needed(llama, capsys):
     with LoopbackEngine() as engine, LoopbackRouter(engine.url):
         assert main(["models", "--url", engine.url, "--api-url", llama.url]) == 0
     assert "demo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["embed", "a"], ["count-tokens", "a"], ["models"]])
+def test_without_engine_and_server_both_are_named(command, capsys):
+    flags = ["--url", "ws://127.0.0.1:9", "--api-url", "http://h/?a=1"]
+    assert main([*command, *flags]) == 1
+    told = capsys.readouterr().err
+    assert "no iii engine answers at ws://127.0.0.1:9" in told
+    assert "api_url must not hold" in told

@@ -91,7 +91,7 @@ def test_found_at_a_usual_port(monkeypatch, llama_like):
 
 
 def test_an_address_that_is_none():
-    found = look(Settings(url=nowhere(), api_url="127.0.0.1:8080"))
+    found = look(Settings(url=nowhere(), api_url="http://127.0.0.1:8080/?a=1"))
     assert found["address"].level == "fault"
     assert "api_url" in found["address"].text
     assert "correct api_url" in found["address"].remedy

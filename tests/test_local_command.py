@@ -429,6 +429,7 @@ def a_server(*models, **more):
         "url": "http://127.0.0.1:8080",
         "origin": "was running already",
         "models": [{"id": each, "state": "loaded", "context_window": 4096} for each in models],
+        "refused": False,
         "needs_key": False,
         **more,
     }
@@ -469,4 +470,8 @@ def test_many_models_and_none():
     assert "model         m1 (unloaded)" in text
     assert "and 3 more" in text
     assert "m6 (" not in text
-    assert '"model": "default"' in "\n".join(local.hints(Settings(), a_server(), windows=False))
+    text = "\n".join(local.hints(Settings(), a_server(), windows=False))
+    assert '"model":"default"' in text
+    assert "model         none yet (provider-llamacpp doctor says why)" in text
+    text = "\n".join(local.hints(Settings(id="pi5"), a_server(refused=True), windows=False))
+    assert "model         none: llama-server refuses the key (set PI5_API_KEY)" in text

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from provider_llamacpp.errors import SettingsError
-from provider_llamacpp.settings import DEFAULT_URL, Settings, from_environment
+from provider_llamacpp.settings import DEFAULT_URL, Settings, from_environment, unknown_variables
 
 
 def test_defaults_are_those_of_the_contracts():
@@ -30,6 +30,9 @@ def test_another_id_has_its_own_name_and_key():
         ("url", "http://h"),
         ("url", "ws://"),
         ("url", "ws://h:99999"),
+        ("api_url", "localhost:8080"),
+        ("api_url", "http://"),
+        ("api_url", "http://h:99999"),
         ("namespace", "  "),
         ("max_streams", 0),
         ("max_requests", 0),
@@ -112,6 +115,11 @@ def test_the_key_comes_from_the_ids_own_variable():
 def test_a_bad_variable_is_named(name, text):
     with pytest.raises(SettingsError, match=f"PROVIDER_LLAMACPP_{name}"):
         from_environment({f"PROVIDER_LLAMACPP_{name}": text})
+
+
+def test_a_misspelt_variable_is_found():
+    environ = {"PROVIDER_LLAMACPP_MAX_STREAM": "8", "PROVIDER_LLAMACPP_DRAIN": "1", "PATH": "/"}
+    assert unknown_variables(environ) == ["PROVIDER_LLAMACPP_MAX_STREAM"]
 
 
 def test_settings_cannot_be_changed():

@@ -15,8 +15,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import BusError
+from ..payloads import THINKING_LEVELS
 from ..settings import Settings
-from .terminal import printable
+from .terminal import hold_logs, printable
 
 if TYPE_CHECKING:
     from .caller import Caller
@@ -43,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="ID_OR_PATH", help="model id; with --local a GGUF file")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument(
-        "--thinking", metavar="LEVEL", help="off, minimal, low, medium, high or xhigh"
+        "--thinking",
+        metavar="LEVEL",
+        choices=THINKING_LEVELS,
+        help="off, minimal, low, medium, high or xhigh",
     )
 
 
@@ -87,9 +91,13 @@ class Display:
             self._line(f"warning: {printable(warning)}")
         self._line(f"{self._style(DIM)}{self._figures(message)}{self._style(RESET)}")
 
+    def aborted(self) -> None:
+        """The person who asked has heard enough."""
+        self._end_line()
+        self.failure = "aborted"
+
     def _fail(self, message: dict[str, Any]) -> None:
-        if self._open:
-            self._line(self._style(RESET))
+        self._end_line()
         kind = message.get("error_kind") or "error"
         self.failure = f"{kind}: {printable(str(message.get('error_message') or 'no reason'))}"
 
@@ -107,6 +115,10 @@ class Display:
 
     def _style(self, code: str) -> str:
         return code if self._colour else ""
+
+    def _end_line(self) -> None:
+        if self._open:
+            self._line(self._style(RESET))
 
     def _line(self, text: str) -> None:
         self._write(text + "\n")
@@ -133,7 +145,7 @@ def pick_model(caller: Caller, wanted: str | None, provider: str) -> str:
     raise BusError(
         "router/no_provider_for_model",
         f"the router lists no model of {provider!r}: is llama-server up, and the worker "
-        "registered? Name a model with --model",
+        "registered? provider-llamacpp doctor says why; --model names one all the same",
     )
 
 
@@ -141,6 +153,7 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
     """The command."""
     from .caller import Caller
 
+    hold_logs(settings)
     with ExitStack() as stack:
         model = options.model
         if options.local:
@@ -194,7 +207,7 @@ def converse(
                 return
     except KeyboardInterrupt:
         caller.call("router::abort", {"request_id": request_id})
-        display.failure = "aborted"
+        display.aborted()
         return
     asking.join(5.0)
     display.failure = str(outcome[0]) if outcome else "the answer ended without a last frame"

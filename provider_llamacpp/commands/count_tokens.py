@@ -78,7 +78,8 @@ def _read(path: str) -> str:
             return sys.stdin.read()
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ProviderLlamacppError(f"{path} cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ProviderLlamacppError(f"{path} cannot be read: {why}") from error
 
 
 def _transcript(text: str, path: str) -> dict[str, Any]:

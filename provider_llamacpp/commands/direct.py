@@ -65,12 +65,16 @@ class Server:
         )
         self._discovery = Discovery(self.upstream, provider=settings.id)
 
-    def locate(self, api_url: str | None, key: str | None) -> Target:
+    def locate(self, api_url: str | None, key: str | None, *, why: str = "") -> Target:
         """The server at ``api_url``, else the one that answers at a usual port.
 
+        :param why: it is asked directly; stands before what is said if there is none
         :raises ProviderError: ``permanent`` naming ``api_url``, ``transient`` if none answers
         """
-        root = normalise_api_url(api_url) if api_url else self._discovery.locate(key)
+        try:
+            root = normalise_api_url(api_url) if api_url else self._discovery.locate(key)
+        except ProviderError as error:
+            raise ProviderError(error.kind, f"{why}{error.message}") from error
         return Target(root, key)
 
     def view(self, target: Target) -> View:

@@ -64,10 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port < 65536:
-        raise argparse.ArgumentTypeError("must be from 0 to 65535")
-    return port
+    if not text.isdecimal() or not int(text) < 65536:
+        raise argparse.ArgumentTypeError("must be a number from 0 to 65535")
+    return int(text)
 
 
 def _usual_port() -> int:
@@ -144,7 +143,9 @@ def choose_port(wanted: int | None) -> int:
     except OSError as error:
         if wanted is None:
             return 0
-        raise ProviderLlamacppError(f"--port {port} cannot be used: {error.strerror}") from error
+        # The socket module adds the address to the words of the system.
+        why = os.strerror(error.errno) if error.errno else error
+        raise ProviderLlamacppError(f"--port {port} cannot be used: {why}") from error
     return port
 
 
@@ -230,11 +231,13 @@ def facts(stack: LocalStack) -> dict[str, Any]:
         "xllamacpp": "started from the xllamacpp package",
     }
     server = stack.worker.stats()["server"]
+    refused = server.get("state") == "refused"
     return {
         "url": llama.url,
         "origin": origins[llama.source],
         "models": server["models"],
-        "needs_key": stack.settings.api_key is not None,
+        "refused": refused,
+        "needs_key": refused or stack.settings.api_key is not None,
     }
 
 
@@ -254,6 +257,10 @@ def hints(
         yield f"model         {each['id']} ({more})"
     if len(models) > 5:
         yield f"              and {len(models) - 5} more: provider-llamacpp models"
+    if server["refused"]:
+        yield f"model         none: llama-server refuses the key (set {settings.key_variable})"
+    elif not models:
+        yield "model         none yet (provider-llamacpp doctor says why)"
     yield ""
     yield "Paste into another terminal:"
     yield ""
@@ -271,7 +278,8 @@ def hints(
 
 def _curl(server: Mapping[str, Any], key_variable: str, windows: bool) -> Iterator[str]:
     model = server["models"][0]["id"] if server["models"] else "default"
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    content = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
+    body = json.dumps(content, separators=(",", ":"))
     quoted = '"' + body.replace('"', '\\"') + '"' if windows else shlex.quote(body)
     more = "^" if windows else "\\"
     key = f"%{key_variable}%" if windows else f"${key_variable}"

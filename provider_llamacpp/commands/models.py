@@ -209,7 +209,7 @@ def _from_server(settings: Settings, why: str) -> Listing:
     from .direct import Server
 
     server = Server(settings)
-    target = server.locate(settings.api_url, settings.api_key)
+    target = server.locate(settings.api_url, settings.api_key, why=f"{why}; ")
     view = server.view(target)
     notes = [f"{why}; from llama-server at {target.root}"]
     if view.catalog.refused:

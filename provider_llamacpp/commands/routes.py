@@ -69,7 +69,7 @@ def by_either(
                 raise
             why = f"no worker serves {function_id} on {origin(settings.url)}; "
     server = Server(settings)
-    target = server.locate(settings.api_url, settings.api_key)
+    target = server.locate(settings.api_url, settings.api_key, why=why)
     answer = directly(server, target)
     notes.line((f"{why}directly from llama-server at {target.root}", "dim"))
     return answer, "server"

@@ -39,7 +39,9 @@ _NOT_LOADED = re.compile("model name=.* failed to load")
 NOT_LOADED = b"failed to load"
 """In the body of an answer a reason to ask what the model's row says."""
 _WHERE = "check api_url"
-_KEY = "check the API key of this provider"
+_KEY = (
+    "check the API key of this provider: api_key in the router's configuration, or its ..._API_KEY"
+)
 
 
 @dataclass(frozen=True, slots=True)

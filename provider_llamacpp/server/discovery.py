@@ -86,7 +86,8 @@ class Discovery:
             problems.append(problem)
         raise ProviderError(
             "transient",
-            f"no llama-server was found ({'; '.join(problems)}): start one, or set api_url",
+            f"no llama-server was found ({'; '.join(problems)}): start one, or set api_url "
+            "(--api-url)",
         )
 
     def _problem_of(self, target: Target, call: Call | None) -> str | None:
@@ -94,7 +95,8 @@ class Discovery:
         try:
             reply = self._get(target, "/v1/models", PROBE_SECONDS, call)
         except ProviderError as error:
-            return error.message
+            # Its question, whether one runs there, is what the caller answers for all ports.
+            return error.message.removeprefix("llama-server at ").partition("; is llama-server")[0]
         # Loading or wanting another key, it is the right server all the same.
         if reply.status in (401, 403, 503) or (reply.ok and _rows(reply) is not None):
             return None
