@@ -12,6 +12,7 @@ import pytest
 import requests
 from conftest import LlamaFactory
 from laws import check_frames
+from peers import wait_for
 
 from provider_llamacpp import Settings
 from provider_llamacpp.commands.caller import Caller
@@ -279,6 +280,20 @@ def test_a_running_thought_can_be_ended(slow: Place) -> None:
 
 def test_a_thought_under_a_budget_can_be_ended_before(slow: Place) -> None:
     end_of(slow, provider_options={"reasoning_budget_tokens": 7000})
+
+
+def test_a_thought_that_has_not_begun_cannot_be_ended(slow: Place) -> None:
+    # The server itself says yes while it reads the prompt, and lets the thought run on.
+    key = str(uuid.uuid4())
+    text = "word " * 1200 + "ponder"
+    thread, frames = slow.begin(text, thinking_level="low", resolution_key=key)
+    worker = slow.stack.worker
+    wait_for(lambda: any(each["prompt"] for each in worker.stats()["streams"]))
+    end = slow.caller.call("provider::llamacpp::end_thinking", {"request_id": key})
+    assert end == {"ended": False, "reason": "the model has not begun to think"}
+    slow.caller.call("provider::llamacpp::abort", {"request_id": key})
+    list(frames)
+    thread.join(30)
 
 
 def test_an_answer_that_has_begun_goes_on(slow: Place) -> None:

@@ -266,15 +266,15 @@ class Thinking:
         self.target = target
         self.call = Call(7, "stream", key=key, model="m")
         self.request = SimpleNamespace(model="m")
-        self.assembler = SimpleNamespace(server_id="chatcmpl-1", past_thinking=False)
+        self.assembler = SimpleNamespace(server_id="chatcmpl-1", started=True, past_thinking=False)
 
 
-def end(answer: Any, *, server_id: str | None = "chatcmpl-1", past: bool = False) -> Any:
+def end(answer: Any, **facts: Any) -> Any:
     runs = Runs()
     with ScriptedServer(answer) as server:
         where = context(server.url, runs=runs)
         run = Thinking(where.provider, Target(server.url, "sk-2"))
-        run.assembler.server_id, run.assembler.past_thinking = server_id, past
+        vars(run.assembler).update(facts)
         runs.add(cast(StreamRun, run))
         return result_of("end_thinking", where, {"request_id": "turn-1"}), server.requests
 
@@ -303,10 +303,11 @@ def test_says_why_no_thought_was_ended(answer: Any, reason: str) -> None:
 
 def test_leaves_the_server_alone_where_no_thought_can_be() -> None:
     answer = recorded("control-reasoning-end")
-    reason = "the server has not begun this answer"
+    reason = "the model has not begun to think"
     assert end(answer, server_id=None) == ({"ended": False, "reason": reason}, [])
+    assert end(answer, started=False) == ({"ended": False, "reason": reason}, [])
     reason = "the model is past its thinking"
-    assert end(answer, past=True) == ({"ended": False, "reason": reason}, [])
+    assert end(answer, past_thinking=True) == ({"ended": False, "reason": reason}, [])
     reason = "no stream of this request is running"
     result, requests = asked("end_thinking", answer, {"request_id": "turn-1"})
     assert (result, requests) == ({"ended": False, "reason": reason}, [])

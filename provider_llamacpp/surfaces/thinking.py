@@ -39,8 +39,9 @@ def end_thinking(context: Context, data: object, call: Call) -> dict[str, Any]:
 def _end(context: Context, run: StreamRun, call: Call) -> str | None:
     """Why there was no thought to end; None if it was ended."""
     name, target = run.assembler.server_id, run.target
-    if name is None or target is None:
-        return "the server has not begun this answer"
+    if name is None or target is None or not run.assembler.started:
+        # While it reads the prompt the server would agree, and then think all the same.
+        return "the model has not begun to think"
     if run.assembler.past_thinking:
         return "the model is past its thinking"
     body = {"id": name, "action": "reasoning_end", "model": run.request.model}
