@@ -107,15 +107,17 @@ def _shallow_text(text: str) -> bool:
     """:func:`shallow` for JSON text, nearly always decided by counting."""
     if text.count("{") + text.count("[") <= DEPTH_LIMIT:
         return True
-    depth = deepest = 0
+    depth = 0
     for match in _TOKEN.finditer(text):
         sign = match.group()
         if sign in ("{", "["):
             depth += 1
-            deepest = max(deepest, depth)
+            # At once: a model stuck on one bracket fills megabytes with it.
+            if depth > DEPTH_LIMIT:
+                return False
         elif sign in ("}", "]"):
             depth -= 1
-    return deepest <= DEPTH_LIMIT
+    return True
 
 
 def _read_object(text: str) -> dict[str, Any] | None:
