@@ -114,8 +114,10 @@ class Waker:
 class _Handshake:
     """The socket as websocket-client sees it while it reads the response's head.
 
-    It asks for one byte at a time, some 170 of them, which is most of what a channel costs. This
-    fetches the head in one go and no byte behind it: what follows belongs to the frames.
+    It asks for one byte at a time until that is a line feed, some 170 times, which would be most of
+    what a channel costs. So the head is fetched in one go, and no byte behind it: what follows
+    belongs to the frames. And who asks for one byte gets a line, but for its line feed, which
+    comes by itself: websocket-client joins what it got.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -130,6 +132,9 @@ class _Handshake:
             end = (self._seen + peeked).find(b"\r\n\r\n")
             self._head = self._sock.recv(len(peeked) if end < 0 else end + 4 - begun)
             self._seen = (self._seen + self._head)[-3:]
+        if size == 1:
+            line_feed = self._head.find(b"\n")
+            size = line_feed if line_feed > 0 else 1 if line_feed == 0 else len(self._head)
         taken, self._head = self._head[:size], self._head[size:]
         return taken
 
