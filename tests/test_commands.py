@@ -534,3 +534,24 @@ def test_without_engine_and_server_both_are_named(command, capsys):
     told = capsys.readouterr().err
     assert "no iii engine answers at ws://127.0.0.1:9" in told
     assert "api_url must not hold" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "hint"),
+    [
+        ("HTTP 400: model name is missing from the request", [], True),
+        ("HTTP 400: model name is missing from the request", ["--model", "m"], False),
+        ("HTTP 501: no", [], False),
+    ],
+)
+def test_embed_says_which_flag_a_server_with_many_models_wants(
+    words, flags, hint, monkeypatch, capsys
+):
+    def fetch(*given, **more):
+        raise BusError("invocation_failed", words)
+
+    monkeypatch.setattr(embed, "fetch", fetch)
+    assert main(["embed", *flags, "a"]) == 1
+    told = capsys.readouterr().err
+    assert words in told
+    assert ("with --model" in told) == hint

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "texts", nargs="*", metavar="TEXT", help="a text (default: each line of standard input)"
     )
-    parser.add_argument("--model", metavar="ID", help="model id (default: the one that embeds)")
+    parser.add_argument("--model", metavar="ID", help="model id (default: the only one served)")
     parser.add_argument("--table", action="store_true", help="a table of similarities, not JSON")
     add_direct(parser)
 
@@ -52,7 +52,15 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
     texts = options.texts or _lines()
     if not texts:
         raise ProviderLlamacppError("no texts: give them as arguments, or as lines on the input")
-    answer, route = fetch(settings, options.model, texts, direct=options.direct)
+    try:
+        answer, route = fetch(settings, options.model, texts, direct=options.direct)
+    except BusError as error:
+        if options.model is None and "model name is missing" in error.message:
+            # The words of a server in router mode.
+            raise ProviderLlamacppError(
+                f"{error.message}: name one of provider-llamacpp models with --model"
+            ) from error
+        raise
     if options.table:
         similarity_table(Terminal.of(sys.stdout), texts, answer["embeddings"])
     else:
