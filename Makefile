@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+JOBS ?= 4
 # The warnings of build tools are no news to who wants to run something.
 INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -23,8 +24,9 @@ $(VENV)/.dev: setup.cfg pyproject.toml
 demo: $(VENV)/.demo
 	$(BIN)/provider-llamacpp chat --local --thinking low
 
+# More processes than cores: most tests wait for a server.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS)
 
 # Format, lint, strict types, tests with coverage of lines and branches.
 check: $(VENV)/.dev
@@ -32,7 +34,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage run -m pytest -n $(JOBS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
