@@ -92,3 +92,27 @@ def test_without_a_manager_nothing_is_said(tmp_path):
     Notifier({}).tick(ready=True, alive=True, status="x")
     Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).stopping()
     Notifier({"NOTIFY_SOCKET": "@abstract-and-gone", "WATCHDOG_USEC": "x"}).stopping()
+
+
+def test_a_program_that_the_units_user_cannot_reach_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(service, "PRIVATE", ())
+    home = tmp_path / "home"
+    program = home / "venv" / "bin" / "provider-llamacpp"
+    program.parent.mkdir(parents=True, mode=0o755)
+    program.touch()
+    home.chmod(0o755)
+    assert service.hidden([str(program), "-m"]) != home
+    home.chmod(0o700)
+    assert service.hidden([str(program), "-m"]) == home
+    monkeypatch.setattr(service, "command", lambda: [str(program)])
+    assert cli.main(["service", "--print"]) == 0
+    told = capsys.readouterr()
+    assert f"cannot look into {home}" in told.err
+    assert "cannot look" not in told.out
+    monkeypatch.setattr(service, "hidden", lambda words: None)
+    assert cli.main(["service", "--print"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_tmp_is_another_one_in_the_unit():
+    assert service.hidden(["/tmp/venv/bin/python"]) == pathlib.Path("/tmp")

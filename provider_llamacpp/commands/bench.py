@@ -77,19 +77,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}")
-        return value
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a number, at least {least}")
+        return int(text)
 
     return number
 
 
 def _levels(text: str) -> list[int]:
-    found = sorted({int(each) for each in text.split(",")})
-    if not 1 <= found[0] <= found[-1] <= MOST_AT_ONCE:
-        raise argparse.ArgumentTypeError(f"must be from 1 to {MOST_AT_ONCE}")
-    return found
+    found = text.split(",")
+    if not all(each.isdecimal() and 1 <= int(each) <= MOST_AT_ONCE for each in found):
+        raise argparse.ArgumentTypeError(f"must be numbers from 1 to {MOST_AT_ONCE}, with commas")
+    return sorted(set(map(int, found)))
 
 
 def run(settings: Settings, options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ examples:
 TEMPLATE = "provider-llamacpp.service"
 SECRETS = frozenset({"token", "api_key"})
 STOP_MARGIN = 10.0
+PRIVATE = (Path("/tmp"), Path("/var/tmp"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +36,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
     """The command."""
-    print(unit(settings, command()), end="")
+    words = command()
+    print(unit(settings, words), end="")
+    if (place := hidden(words)) is not None:
+        print(
+            f"provider-llamacpp: the unit runs as a user of its own, who cannot look into {place}: "
+            "install the program elsewhere, for example into /opt/provider-llamacpp",
+            file=sys.stderr,
+        )
     return 0
+
+
+def hidden(words: list[str]) -> Path | None:
+    """A directory on the way to the program that the unit's user cannot enter: one of its owner's
+    alone, as home directories are by now, or ``/tmp``, of which the unit gets its own."""
+    import stat
+
+    paths = [Path(word) for word in words if os.path.isabs(word)]
+    # The Python of a virtual environment is a link to one that may be somewhere else.
+    for path in [*paths, *(each.resolve() for each in paths)]:
+        for each in path.parents:
+            if each in PRIVATE or (each.is_dir() and not each.stat().st_mode & stat.S_IXOTH):
+                return each
+    return None
 
 
 def command() -> list[str]:

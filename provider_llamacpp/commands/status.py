@@ -91,9 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _interval(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        # Of this argparse would tell the name of the function.
+        seconds = -1.0
     if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError("must be from 0.1 to 3600")
+        raise argparse.ArgumentTypeError("must be a number of seconds from 0.1 to 3600")
     return seconds
 
 
