@@ -9,12 +9,14 @@ INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-p
 .PHONY: demo test check format dist clean bench chaos
 
 $(VENV)/.demo: setup.cfg pyproject.toml
+	@echo "installing into $(VENV), which takes a minute the first time ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
 	$(INSTALL) --editable '.[local]'
 	touch $@
 
 $(VENV)/.dev: setup.cfg pyproject.toml
+	@echo "installing into $(VENV), which takes a minute the first time ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
 	$(INSTALL) --editable '.[dev]'
@@ -46,6 +48,7 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .coverage* .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/.bench: setup.cfg pyproject.toml bench/requirements.txt
+	@echo "installing into $(VENV), which takes a minute the first time ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
 	$(INSTALL) --editable '.[local,bench]' --requirement bench/requirements.txt

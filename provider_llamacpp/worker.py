@@ -80,6 +80,7 @@ class ProviderWorker:
             ca_file=settings.ca_file,
             client_cert=settings.client_cert,
             connect_timeout=settings.connect_timeout,
+            thread_name=f"{settings.id}-engine",
         )
         self._provider = self._build_provider()
         self._watchdog = Watchdog(self._writers, settings.ping_interval)
@@ -246,8 +247,17 @@ class ProviderWorker:
         return self._provider.alive and self._watchdog.alive and not self._engine.wait_ended(0)
 
     def wait_ready(self, timeout: float) -> bool:
-        """Wait until the router took our declaration and catalog; False after ``timeout`` s."""
-        return self._provider.ready.wait(timeout)
+        """Wait until the router took our declaration and catalog; False after ``timeout`` s.
+
+        :raises FatalError: as :meth:`wait`, as soon as it is known
+        """
+        deadline = time.monotonic() + timeout
+        while not self._provider.ready.wait(max(0.0, min(0.1, deadline - time.monotonic()))):
+            if self._engine.fatal is not None:
+                raise FatalError(str(self._engine.fatal)) from self._engine.fatal
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def stats(self) -> dict[str, Any]:
         """What the worker does now: plain values, no secrets. Asks nobody and wakes nothing.

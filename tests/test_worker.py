@@ -39,6 +39,7 @@ def test_it_leaves_nothing_behind(engine):
     with ProviderWorker(Settings(url=engine.url)) as worker:
         assert worker.wait_connected(PATIENCE)
         assert worker.alive
+        assert "llamacpp-engine" in {thread.name for thread in threading.enumerate()}
         assert set(threading.enumerate()) > before
     assert not worker.alive
     names = [thread.name for thread in set(threading.enumerate()) - before]
@@ -77,6 +78,8 @@ def test_a_taken_name_is_fatal(engine):
         assert first.wait_connected(PATIENCE)
         second = ProviderWorker(Settings(url=engine.url))
         second.start()
+        with pytest.raises(FatalError, match="provider-llamacpp"):
+            second.wait_ready(PATIENCE)
         with pytest.raises(FatalError, match="provider-llamacpp"):
             second.wait(PATIENCE)
         assert second.wait(PATIENCE)  # it has stopped itself

@@ -67,7 +67,9 @@ class Engine:
         retry_first: float = 1.0,
         retry_limit: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        thread_name: str = "engine",
     ) -> None:
+        self._thread_name = thread_name
         self.on_connect: list[Callable[[bool], None]] = []
         """Called after each connect with whether it was a reconnect; on the engine's thread, so
         they must not block, and cannot :meth:`invoke`."""
@@ -255,7 +257,7 @@ class Engine:
         with self._state:
             if self._thread is not None or self._stop.is_set():
                 raise RuntimeError("this engine client was started or stopped before")
-            self._thread = threading.Thread(target=self._run, name="llamacpp-engine", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
