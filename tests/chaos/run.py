@@ -31,8 +31,10 @@ SEND_TIMEOUT = 2.0
 WORKER = "provider-llamacpp"
 STOP_LIMIT = 8.0
 """Seconds from SIGTERM to exit, with a drain of 0.3 s."""
-RSS_LIMIT = 24 << 20
-"""Bytes the worker's memory may grow between the first quiet moment and the last."""
+RSS_LIMIT = 160 << 20
+"""Bytes the worker's memory may grow from its first quiet moment on. Answers of 8 MiB, many of them
+side by side, are part of the run, and the allocator keeps pages for each thread; what a thousand
+streams would leak at 200 KB each stands out all the same."""
 
 
 class NarrowProxy(Proxy):
@@ -76,7 +78,7 @@ class Worker:
         environment = {
             **os.environ,
             "PROVIDER_LLAMACPP_SEND_TIMEOUT": f"{SEND_TIMEOUT:g}",
-            "PROVIDER_LLAMACPP_CONNECT_TIMEOUT": "2",
+            "PROVIDER_LLAMACPP_CONNECT_TIMEOUT": "5",
             # A caller that left a silent stream is noticed by a ping that fails.
             "PROVIDER_LLAMACPP_PING_INTERVAL": "2",
         }
