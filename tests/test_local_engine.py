@@ -496,11 +496,13 @@ INVOKE = {"type": "invokefunction", "function_id": "engine::workers::list", "dat
         json.dumps({**INVOKE, "data": float("nan")}),
         json.dumps({**INVOKE, "data": "\ud800"}),
         '{"type":"invokefunction","function_id":"a","data":' + "[" * 100_000 + "]" * 100_000 + "}",
-        json.dumps({"type": "invocationresult", "invocation_id": str(uuid.uuid4())}),
+        json.dumps(
+            {"type": "invocationresult", "invocation_id": "0e1f2a3b-4c5d-4e6f-8a9b-0c1d2e3f4a5b"}
+        ),
         json.dumps(
             {
                 "type": "invocationresult",
-                "invocation_id": str(uuid.uuid4()),
+                "invocation_id": "0e1f2a3b-4c5d-4e6f-8a9b-0c1d2e3f4a5b",
                 "function_id": "a",
                 "error": {"code": "x"},
             }
