@@ -66,8 +66,9 @@ class ProxiedEngine(LoopbackEngine):
 class Worker:
     """The worker's process, and what the system says of it."""
 
-    def __init__(self, engine_url: str, log: Path) -> None:
+    def __init__(self, engine_url: str, log: Path, *, patient: bool = False) -> None:
         self._url = engine_url
+        self._patient = patient
         self._log = log
         self.process: subprocess.Popen[bytes] | None = None
         self.exits: list[float] = []
@@ -75,13 +76,14 @@ class Worker:
     def start(self) -> None:
         child = Path(__file__).with_name("child.py")
         flags = ["--url", self._url, "--drain", "0.3", "--log-level", "info"]
-        environment = {
-            **os.environ,
+        impatient = {
             "PROVIDER_LLAMACPP_SEND_TIMEOUT": f"{SEND_TIMEOUT:g}",
             "PROVIDER_LLAMACPP_CONNECT_TIMEOUT": "5",
             # A caller that left a silent stream is noticed by a ping that fails.
             "PROVIDER_LLAMACPP_PING_INTERVAL": "2",
+            "CHAOS_IMPATIENT": "1",
         }
+        environment = {**os.environ, **({} if self._patient else impatient)}
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(child), *flags], stdout=log, stderr=log, env=environment
@@ -129,6 +131,8 @@ class Run:
     :param width: streams at once
     :param every: streams for each fault that happens to all
     :param real: a real llama-server in place of the scripted one
+    :param patient: leave the worker the times it has by default
+    :param cuts: cut connections to the server on their way
     """
 
     def __init__(
@@ -139,12 +143,16 @@ class Run:
         width: int = 24,
         every: int = 40,
         real: bool = False,
+        patient: bool = False,
+        cuts: bool = True,
         log: Path,
     ) -> None:
         self.seed = seed
         self.streams = streams
         self.width = width
         self.real = real
+        self._patient = patient
+        self._cuts = cuts
         self.faults = faults(seed, streams, every, real=real)
         self.violations: list[str] = []
         self.troubles: list[Trouble] = []
@@ -189,7 +197,7 @@ class Run:
         self.client.start()
         stack.callback(self.client.stop)
         self.caller = Caller(self.client, "llamacpp", self._payload)
-        self.worker = Worker(self.bus.url, self._log)
+        self.worker = Worker(self.bus.url, self._log, patient=self._patient)
         self.worker.start()
         stack.callback(self._end_worker)
         self.wait_served()
@@ -223,7 +231,7 @@ class Run:
         """The connections to the server that break on their way: one in 25."""
         rng = random.Random(f"{self.seed} link {link.number} {link.request}")
         likely = 0.15 if self.real else 0.04
-        if not link.request.startswith("POST") or rng.random() > likely:
+        if not self._cuts or not link.request.startswith("POST") or rng.random() > likely:
             return None
         assert link._server is not None
         self._ports.add(link._server.getsockname()[1])

@@ -270,7 +270,9 @@ class _Generation:
                 self.drip(data)
             else:
                 self.sock.sendall(data)
-                if fault == "none" and place % 8 == 0:
+                if fault == "trickle":
+                    self.watch(0.02)
+                elif fault == "none" and place % 8 == 0:
                     self.watch(0.001)
         self.sock.sendall(b"0\r\n\r\n")
 

@@ -92,6 +92,8 @@ class Caller:
         self._client = client
         self._provider = provider
         self._payload = payload
+        self.on_leave: Callable[[], None] = lambda: None
+        """Called when a caller leaves, just before."""
         self.running: dict[int, str] = {}
         """The request ids of streams that run, by number."""
 
@@ -201,6 +203,7 @@ class Caller:
                     seen.notes.append(f"abort: {error.code}")
         elif caller in ("leaves", "leaves_at_once"):
             seen.left = True
+            self.on_leave()
             if seen.plan.number % 2:
                 channel.socket.close()
             else:
