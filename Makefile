@@ -6,7 +6,7 @@ JOBS ?= 4
 # The warnings of build tools are no news to who wants to run something.
 INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check format dist clean bench chaos
+.PHONY: demo test check format dist clean bench chaos audit
 
 $(VENV)/.demo: setup.cfg pyproject.toml
 	@echo "installing into $(VENV), which takes a minute the first time ..."
@@ -63,3 +63,9 @@ bench: $(VENV)/.bench
 chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --seconds 40
 	$(BIN)/python -m tests.chaos --seconds 20 --real
+
+# An SBOM of what requirements/ deploys, and what is known against it.
+audit:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) pip-audit cyclonedx-bom
+	$(BIN)/python packaging/audit.py
