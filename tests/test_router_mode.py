@@ -6,35 +6,34 @@ chat models, an embedding model and a damaged file in its directory.
 
 from __future__ import annotations
 
-import json
 import os
-import pathlib
 import threading
-from contextlib import contextmanager
 
 import pytest
 import requests
 from peers import PATIENCE, ScriptedServer, answer_json, wait_for
-from scripted_llama import ScriptedLlama
+from router_mode import (
+    Events,
+    a_router_server,
+    children,
+    front,
+    front_of,
+    loading,
+    names,
+    post,
+    router_server,
+    rows,
+    sse,
+    states,
+    user,
+)
 
-from provider_llamacpp import Settings
-from provider_llamacpp.commands.caller import Caller
-from provider_llamacpp.local.llama import LlamaOptions, LlamaServer
-from provider_llamacpp.local.model import write_model
-from provider_llamacpp.local.stack import LocalStack
 from provider_llamacpp.server.follower import Follower
 from provider_llamacpp.server.modelevents import ModelEvent, Progress, read_event
 from provider_llamacpp.server.upstream import Target, Upstream
 
-
-def sse(model, event, data=None):
-    value = {"model": model, "event": event}
-    return json.dumps(value if data is None else {**value, "data": data}).encode()
-
-
-def loading(value, stages=("text_model",), current="text_model"):
-    progress = {"stages": list(stages), "current": current, "value": value}
-    return {"status": "loading", "progress": progress}
+__all__ = ["front", "router_server"]
+"""Fixtures."""
 
 
 # -- events -----------------------------------------------------------------------------------
@@ -162,57 +161,6 @@ def follower(told):
     assert [each for each in threading.enumerate() if each.name == "test-events"] == []
 
 
-class Events:
-    """``/models/sse`` as the test plays it: silent until the first event, headers and all."""
-
-    def __init__(self):
-        self.open = 0
-        self._steps = []
-        self._more = threading.Condition()
-
-    def send(self, *events):
-        with self._more:
-            self._steps += [b"data: " + event + b"\n\n" for event in events]
-            self._more.notify_all()
-
-    def drop(self):
-        with self._more:
-            self._steps.append(None)
-            self._more.notify_all()
-
-    def answer(self, request):
-        return {"script": [self._play], "framing": "chunked"}
-
-    def _play(self, exchange):
-        self.open += 1
-        begun = False
-        while True:
-            # Looks out for a client that leaves, as the real server does.
-            while not self._steps and not exchange.server.stopping:
-                exchange.watch(0.02)
-            if exchange.server.stopping:
-                return
-            step = self._steps.pop(0)
-            if not begun:
-                exchange.head(200, {"content-type": "text/event-stream"}, "chunked")
-                begun = True
-            if step is None:
-                return
-            exchange.send(step)
-
-
-@contextmanager
-def a_router_server(*rows, **routes):
-    """A scripted server in router mode; its rows and events may be changed at any time."""
-    events = Events()
-    with ScriptedLlama(
-        models=list(rows), props={"role": "router", "build_info": "b11434", "models_autoload": True}
-    ) as server:
-        server.events = events
-        server.more_routes = {"/models/sse": events.answer, **routes}
-        yield server
-
-
 def test_the_follower_tells_of_changes_and_knows_the_progress(follower, told):
     heard = []
     with a_router_server() as server:
@@ -318,122 +266,6 @@ def test_a_stopped_follower_follows_nothing(told):
 
 # -- the real server --------------------------------------------------------------------------
 
-PRESET = """\
-[*]
-ctx-size = 4096
-
-[embed]
-embeddings = true
-pooling = mean
-
-[chatty]
-model = {folder}/demo.gguf
-alias = talker
-tags = local,test
-ctx-size = 2048
-"""
-
-
-def user(text):
-    return {"role": "user", "content": [{"type": "text", "text": text}], "timestamp": 1}
-
-
-@pytest.fixture(scope="module")
-def router_server(llama_program, tmp_path_factory):
-    """The program in router mode: at most two of its models run at once."""
-    folder = tmp_path_factory.mktemp("models")
-    for variant in ("demo", "heavy", "loop", "embed", "broken"):
-        write_model(folder / f"{variant}.gguf", variant)
-    preset = tmp_path_factory.mktemp("preset") / "presets.ini"
-    preset.write_text(PRESET.format(folder=folder), encoding="utf-8")
-    options = LlamaOptions(
-        models_dir=folder,
-        parallel=1,
-        threads=1,
-        extra=("--models-preset", str(preset), "--models-max", "2"),
-    )
-    with LlamaServer(options, source="program") as server:
-        server.wait_ready(PATIENCE)
-        yield server
-
-
-def rows(server):
-    answer = requests.get(f"{server.url}/v1/models", timeout=10).json()
-    return {each["id"]: each for each in answer["data"]}
-
-
-def states(server):
-    return {name: each["status"]["value"] for name, each in rows(server).items()}
-
-
-def post(server, path, model):
-    return requests.post(f"{server.url}{path}", json={"model": model}, timeout=10)
-
-
-def unload_all(server):
-    for name, state in states(server).items():
-        if state != "unloaded":
-            post(server, "/models/unload", name)
-    wait_for(lambda: set(states(server).values()) == {"unloaded"})
-
-
-class Front:
-    """Engine, router and worker in front of a server. The worker looks at the catalog by itself
-    once in an hour: what it knows earlier, events have told it."""
-
-    def __init__(self, stack, caller):
-        self.stack = stack
-        self.caller = caller
-
-    def call(self, name, payload=None):
-        return self.caller.call(f"provider::llamacpp::{name}", payload or {}, timeout=PATIENCE)
-
-    def status(self):
-        return self.call("status")
-
-    def states(self):
-        return {each["id"]: each["state"] for each in self.status()["server"]["models"]}
-
-    def records(self):
-        answer = self.caller.call("router::models::list", {"provider": "llamacpp"})
-        return {each["id"]: each for each in answer["models"]}
-
-    def ranking(self):
-        return self.stack.router.registry.records["llamacpp"].declaration["default_models"]
-
-    def stream(self, model, text="hi", **more):
-        """Begin a stream; its frames, as they come."""
-        writer, frames = self.caller.open_channel()
-        payload = {"model": model, "messages": [user(text)], "writer_ref": writer, **more}
-        threading.Thread(
-            target=self.caller.call,
-            args=("provider::llamacpp::stream", payload),
-            kwargs={"timeout": PATIENCE},
-            daemon=True,
-        ).start()
-        return (each for each in frames if each["type"] != "ping")
-
-    def ask(self, model, text="hi", **more):
-        """The terminal frame of a whole stream."""
-        return list(self.stream(model, text, **more))[-1]
-
-
-@contextmanager
-def front_of(url, **settings):
-    settings = {"catalog_interval": 3600.0, "drain": 0.0, **settings}
-    with (
-        LocalStack(Settings(api_url=url, **settings)) as stack,
-        Caller(stack.settings) as caller,
-    ):
-        yield Front(stack, caller)
-
-
-@pytest.fixture
-def front(router_server):
-    unload_all(router_server)
-    with front_of(router_server.url) as found:
-        yield found
-
 
 def test_every_model_is_listed_and_none_is_loaded(router_server, front):
     assert front.states().keys() == rows(router_server).keys()
@@ -528,12 +360,6 @@ def test_the_model_that_was_idle_longest_makes_room(router_server, front):
     wait_for(lambda: front.states()["loop"] == "loaded")
 
 
-def children(pid):
-    # A child belongs to the thread that started it.
-    tasks = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(each) for task in tasks for each in task.read_text().split()]
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds the child by /proc")
 def test_a_child_that_dies_in_the_middle_of_a_stream(router_server, front):
     frames = front.stream("loop", max_output_tokens=4000)
@@ -561,7 +387,3 @@ def test_the_events_are_followed_for_as_long_as_the_worker_runs(router_server):
 def test_a_server_of_one_model_is_not_followed(llama):
     with front_of(llama.url):
         assert "llamacpp-events" not in names()
-
-
-def names():
-    return [each.name for each in threading.enumerate()]
