@@ -6,6 +6,7 @@ network says beside it (a token that is refused, a gated model) was not tried.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from looking import nowhere
 from peers import PATIENCE, ScriptedServer, answer_json, wait_for
 from recorded import recorded
 from router_mode import (
@@ -31,7 +33,10 @@ from router_mode import (
 from scripted_llama import row
 from surfacing import SCHEMAS, WRITER, Channel
 
+from provider_llamacpp import Settings
 from provider_llamacpp.calls import Call
+from provider_llamacpp.cli import main
+from provider_llamacpp.commands import managing
 from provider_llamacpp.errors import BusError, Interrupted, InvalidRequest
 from provider_llamacpp.local.llama import LlamaOptions, LlamaServer
 from provider_llamacpp.server.follower import Follower
@@ -634,3 +639,140 @@ def test_a_model_that_the_hub_does_not_have(hub):
 
 def test_the_fixture_leaves_nothing_loaded(router_server):
     unload_all(router_server)
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+def ran(capsys, *arguments):
+    """Exit code, standard output and error of ``models`` with these arguments."""
+    code = main(["models", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, " ".join(err.split())
+
+
+@pytest.mark.parametrize("through", ["engine", "nothing"])
+def test_the_command_loads_and_unloads(through, router_server, front, capsys):
+    way = ["--url", front.stack.engine.url]
+    if through == "nothing":
+        way = ["--url", nowhere(), "--api-url", router_server.url]
+    code, out, err = ran(capsys, "load", "heavy", *way)
+    assert (code, out) == (0, "heavy is loaded\n"), err
+    assert "through the engine" in err if through == "engine" else "directly at http" in err
+    assert "loading heavy" in err
+    code, out, err = ran(capsys, "load", "talker", *way)
+    assert (code, out) == (0, "chatty is loaded\n"), err
+    code, out, err = ran(capsys, "load", "broken", *way)
+    assert (code, out) == (1, "")
+    assert "failed: broken failed to load (its process exited with code 1)" in err
+    code, out, err = ran(capsys, "unload", "heavy", *way)
+    assert (code, out) == (0, "heavy is unloaded\n"), err
+    assert states(router_server)["heavy"] == "unloaded"
+    code, out, err = ran(capsys, "rm", "heavy", *way)
+    assert (code, out) == (1, "")
+    assert "not removable" in err
+    code, out, err = ran(capsys, "list", *way, *(["--direct"] if through == "nothing" else []))
+    assert code == 0
+    assert "chatty" in out
+    if through == "nothing":
+        assert err.startswith("from llama-server at")
+
+
+@pytest.mark.parametrize("through", ["engine", "nothing"])
+def test_the_command_downloads_and_deletes(through, hub, capsys):
+    """Against the program and a hub on this machine."""
+    hub.go.set()
+    with front_of(hub.llama.url) as front:
+        way = ["--url", front.stack.engine.url]
+        if through == "nothing":
+            way = ["--direct", "--api-url", hub.llama.url]
+        code, out, err = ran(capsys, "download", "me/tiny:F32", *way)
+        assert (code, out) == (0, "me/tiny:F32 is downloaded\n"), err
+        assert "downloading me/tiny:F32" in err
+        code, out, err = ran(capsys, "download", "me/nothing", *way)
+        assert (code, out) == (1, "")
+        assert "failed: me/nothing could not be downloaded" in err
+        code, out, err = ran(capsys, "rm", "me/tiny:F32", *way)
+        assert (code, out) == (0, "me/tiny:F32 is deleted\n"), err
+        assert rows(hub.llama) == {}
+
+
+def test_the_command_needs_a_name(capsys):
+    code, out, err = ran(capsys, "load")
+    assert (code, out) == (2, "")
+    assert "needs the NAME of a model" in err
+
+
+def test_the_command_does_nothing_behind_the_back_of_a_worker(router_server, capsys):
+    with front_of(router_server.url, allow_model_management=False) as front:
+        url = front.stack.engine.url
+        code, out, err = ran(capsys, "unload", "demo", "--url", url, "--api-url", router_server.url)
+        assert (code, out) == (1, "")
+        assert "start it with --allow-model-management" in err
+        # What the worker says of itself is not reworded.
+        code, out, err = ran(capsys, "load", "nothing", "--url", url)
+        assert (code, out) == (1, "")
+        assert "llama-server has no model 'nothing'" in err
+
+
+class Way:
+    """A worker that goes away, or a person who does."""
+
+    def __init__(self, watch):
+        self._watch = watch
+        self.states = ["loaded", "loaded", "unloaded"]
+        self.call = lambda function_id, payload, timeout: self._watch()
+
+    def open_channel(self):
+        return {"channel_id": "c"}, iter([{"type": "ping"}])
+
+    def do(self, name, model):
+        return {"model": model, "state": {"load": "loading", "unload": "unloaded"}[name]}
+
+    def watch(self, model, tell):
+        tell({"type": "status", "state": "loading"})
+        tell({"type": "progress", "share": None})
+        tell({"type": "progress", "share": 0.5, "stage": "text_model"})
+        tell({"type": "progress", "share": 0.5, "done": 1_000_000, "total": 2_000_000})
+        return self._watch()
+
+    def state(self, model):
+        return self.states.pop(0) if self.states else None
+
+
+def test_a_watch_that_ends_without_a_last_word():
+    def fails():
+        raise BusError("disconnected", "the worker is gone")
+
+    for watch, words in ((fails, "the worker is gone"), (dict, "without a last word")):
+        way = managing._ByBus(Way(watch), Settings())
+        with pytest.raises(BusError, match=words):
+            way.watch("m", lambda frame: None)
+
+
+def test_ctrl_c_leaves_the_load_alone(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(managing, "_way", lambda *_: contextlib.nullcontext(Way(interrupted)))
+    code, out, err = ran(capsys, "load", "m")
+    assert (code, out) == (130, "")
+    assert "it goes on: provider-llamacpp models unload m ends it" in err
+    assert "loading m: 50 % text_model" in err
+
+
+def test_an_unload_waits_for_its_end(monkeypatch, capsys):
+    way = Way(None)
+    monkeypatch.setattr(managing, "_way", lambda *_: contextlib.nullcontext(way))
+    assert ran(capsys, "unload", "m")[:2] == (0, "m is unloaded\n")
+    assert way.states == []
+    monkeypatch.setattr(managing, "UNLOAD_SECONDS", 0.0)
+    way.states = ["loaded"] * 9
+    assert ran(capsys, "unload", "m")[0] == 0
+
+
+def test_the_state_of_a_model_that_is_gone(router_server, front):
+    way = managing._ByBus(front.caller, Settings())
+    assert (way.state("demo"), way.state("nothing")) == ("unloaded", None)
+    with managing._directly(Settings(api_url=router_server.url), "") as way:
+        assert (way.state("demo"), way.state("nothing")) == ("unloaded", None)

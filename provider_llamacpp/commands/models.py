@@ -1,4 +1,7 @@
-"""``models``: what the server serves, and what the router was told of it."""
+"""``models``: what the server serves, and what the router was told of it.
+
+What changes it (``load``, ``unload``, ``download``, ``rm``) is in :mod:`.managing`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BusError, ProviderError
 from ..settings import Settings
+from .routes import add_direct
 from .terminal import Column, Part, Style, Terminal, hold_logs, size
 
 if TYPE_CHECKING:
@@ -21,12 +25,18 @@ DESCRIPTION = """\
 List the models: from the router's catalog if an engine is there, from
 llama-server if not. A rank of 1 is the model that answers where none is named.
 Wakes and loads nothing.
+
+With a server in router mode, also load, unload, download and delete one.
+Through an engine, all but load need a worker with --allow-model-management.
 """
 EXAMPLE = """\
 examples:
   provider-llamacpp models
   provider-llamacpp models --api-url http://127.0.0.1:8080
   provider-llamacpp models --json | jq -r '.models[].id'
+  provider-llamacpp models load qwen3-4b
+  provider-llamacpp models download user/name:Q4_K_M
+  provider-llamacpp models rm user/name --direct --api-url http://pi5:8080
 """
 _STATES: Mapping[str, Style] = {
     "loaded": "good",
@@ -86,6 +96,13 @@ class Listing:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
+    from .managing import ACTIONS
+
+    parser.add_argument(
+        "action", nargs="?", choices=("list", *ACTIONS), help="what to do (default list)"
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the model it is done to")
+    add_direct(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
@@ -94,7 +111,15 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
     import json
 
     hold_logs(settings)
-    found = listing(settings)
+    if options.action not in (None, "list"):
+        from .managing import manage
+
+        if not options.name:
+            words = f"provider-llamacpp: models {options.action} needs the NAME of a model"
+            print(words, file=sys.stderr)
+            return 2
+        return manage(settings, options.action, options.name, direct=options.direct)
+    found = listing(settings, direct=options.direct)
     if options.json:
         rows = [asdict(each) for each in found.models]
         print(json.dumps({"source": found.source, "models": rows, "notes": found.notes}, indent=2))
@@ -114,7 +139,7 @@ def show(terminal: Terminal, notes: Terminal, found: Listing) -> None:
             notes.line((line, "dim"))
 
 
-def listing(settings: Settings) -> Listing:
+def listing(settings: Settings, *, direct: bool = False) -> Listing:
     """Ask the router, and llama-server for what the router is not told.
 
     :raises ProviderError: if there is neither an engine nor a server
@@ -122,6 +147,8 @@ def listing(settings: Settings) -> Listing:
     """
     from .caller import Caller, Unreachable
 
+    if direct:
+        return _from_server(settings, "")
     try:
         caller = Caller(settings)
     except Unreachable as error:
@@ -209,9 +236,10 @@ def _from_server(settings: Settings, why: str) -> Listing:
     from .direct import Server
 
     server = Server(settings)
-    target = server.locate(settings.api_url, settings.api_key, why=f"{why}; ")
+    why = f"{why}; " if why else ""
+    target = server.locate(settings.api_url, settings.api_key, why=why)
     view = server.view(target)
-    notes = [f"{why}; from llama-server at {target.root}"]
+    notes = [f"{why}from llama-server at {target.root}"]
     if view.catalog.refused:
         notes.append(f"llama-server wants another key: set {settings.key_variable}")
     return Listing(_served(view), "server", tuple(notes))
