@@ -125,3 +125,35 @@ def test_a_body_until_close_is_all_there_is() -> None:
     body = UntilClose()
     assert body.feed(b"abc") == b"abc"
     assert body.complete
+
+
+def test_a_chunk_for_each_read_comes_out_whole_each_time() -> None:
+    body = Dechunker()
+    chunks = [b"5\r\nhello\r\n", b"5\r\nworld\r\n", b"5\r\n5\r\n5\r\r\n", b"0\r\n\r\n"]
+    assert [body.feed(each) for each in chunks] == [b"hello", b"world", b"5\r\n5\r", b""]
+    assert body.complete
+    assert body.feed(b"5\r\nhello\r\n") == b""
+
+
+@pytest.mark.parametrize("end", [b"XY", b"\rY", b"\n\r"])
+def test_a_chunk_of_a_known_length_must_end_where_it_says(end: bytes) -> None:
+    body = Dechunker()
+    body.feed(b"5\r\nhello\r\n")
+    with pytest.raises(FramingError):
+        body.feed(b"5\r\nworld" + end)
+
+
+@given(
+    sizes=st.lists(st.integers(min_value=1, max_value=3), max_size=12),
+    cuts=st.lists(st.integers(min_value=0, max_value=90), max_size=4),
+)
+def test_chunks_of_known_lengths_survive_any_split(sizes: list[int], cuts: list[int]) -> None:
+    """A read that is a chunk by chance, in the middle of another, is none."""
+    parts = [(b"\r\n1\r\na\r\n" * size)[: 7 * size] for size in sizes]
+    raw = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    body, found, start = Dechunker(), b"", 0
+    for end in sorted({cut for cut in cuts if cut < len(raw)} | {len(raw)}):
+        found += body.feed(raw[start:end])
+        start = end
+    assert found == b"".join(parts)
+    assert body.complete

@@ -83,9 +83,24 @@ class Dechunker:
         """The beginning of a line whose end has not come."""
         self._sizes: dict[bytes, int] = {}
         """Chunk headers read before: the events of a stream have few different lengths."""
+        self._between = True
+        """What comes next is the header of a chunk, from its first byte on."""
 
     def feed(self, raw: bytes) -> bytes:
         """:raises FramingError: if the bytes are not in chunked coding"""
+        if self._between:
+            # One whole chunk, of a length seen before: nearly every read of a stream.
+            stop = raw.find(b"\r\n")
+            size = self._sizes.get(raw[:stop])
+            if size and stop + size + 4 == len(raw) and raw.endswith(b"\r\n"):
+                return raw[stop + 2 : -2]
+        data = self._feed(raw)
+        self._between = not (
+            self._left or self._behind or self._rest or self.complete or self._trailers >= 0
+        )
+        return data
+
+    def _feed(self, raw: bytes) -> bytes:
         if self._rest:
             raw = self._rest + raw
             self._rest = b""
