@@ -168,7 +168,7 @@ def test_a_small_board_whose_server_is_elsewhere(tmp_path):
     settings = Settings(url=nowhere(), api_url="http://[::ffff:127.0.0.1]:1")
     found = look(settings, machine="aarch64", root=root, firmware=lambda: None)
     assert "memory" not in found and found["heat"].level == "ok"
-    settings = Settings(url=nowhere(), api_url="no address")
+    settings = Settings(url=nowhere(), api_url="http://board.invalid:8080")
     assert "memory" not in look(settings, machine="aarch64", root=root, firmware=lambda: None)
 
 
