@@ -12,13 +12,14 @@ from ._version import VERSION as __version__
 
 if TYPE_CHECKING:
     from .errors import BusError, FatalError, ProviderError, SettingsError
-    from .settings import Settings
+    from .settings import ProviderSettings, Settings
     from .worker import ProviderWorker
 
 __all__ = [
     "BusError",
     "FatalError",
     "ProviderError",
+    "ProviderSettings",
     "ProviderWorker",
     "Settings",
     "SettingsError",
@@ -31,8 +32,8 @@ def __getattr__(name: str) -> Any:
 
     if name == "ProviderWorker":
         return import_module(".worker", __name__).ProviderWorker
-    if name == "Settings":
-        return import_module(".settings", __name__).Settings
+    if name in ("Settings", "ProviderSettings"):
+        return getattr(import_module(".settings", __name__), name)
     if name in __all__:
         return getattr(import_module(".errors", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -91,15 +91,17 @@ class Call:
 
 
 class CallRegistry:
-    """All calls in flight, with a limit for each kind of them.
+    """All calls in flight of one provider, with a limit for each kind of them.
 
     :param limits: calls at once, by kind
+    :param numbers: numbers for the calls, where several registries must not give the same one;
+        taking the next must be atomic, as it is for :func:`itertools.count`
     """
 
-    def __init__(self, limits: dict[str, int]) -> None:
+    def __init__(self, limits: dict[str, int], numbers: Iterator[int] | None = None) -> None:
         self._limits = limits
         self._calls: dict[int, Call] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(1) if numbers is None else numbers
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._closed = False

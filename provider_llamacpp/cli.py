@@ -106,7 +106,12 @@ def _add_settings(to: argparse.ArgumentParser, *, again: bool = False) -> None:
 
     add("--url", f"the engine's address (env III_URL, III_WS_URL; default {DEFAULT_URL})")
     add("--config", "accepted and ignored: the router holds the configuration", metavar="PATH")
-    add("--id", "provider id (default llamacpp); a second worker takes another one")
+    add(
+        "--id",
+        "provider id (default llamacpp); again for more servers: --id pi5=http://pi5:8080",
+        action="append",
+        metavar="ID[=URL]",
+    )
     add("--api-url", "llama-server's address where the router resolves none", metavar="URL")
     add("--ca-file", "CA certificates (PEM) for https and wss", metavar="PEM")
     add("--client-cert", "client certificate and key in one file", metavar="PEM")

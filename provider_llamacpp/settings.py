@@ -8,7 +8,7 @@ itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_type_hints
 from urllib.parse import urlsplit
@@ -18,10 +18,31 @@ from .errors import SettingsError
 DEFAULT_URL = "ws://127.0.0.1:49134"
 """Numeric on purpose: ``localhost`` may resolve to ``::1`` first (engine protocol 1.1)."""
 
+DEFAULT_ID = "llamacpp"
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 ResumeMode = Literal["auto", "on", "off"]
 ENV_PREFIX = "PROVIDER_LLAMACPP_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderSettings:
+    """One more provider of a worker: another server under another id.
+
+    :raises SettingsError: naming the field whose value cannot be used
+    """
+
+    id: str
+    """As :attr:`Settings.id`."""
+    api_url: str | None = None
+    """llama-server's address where the router resolves none; without either there is none: only
+    the first provider looks around on its machine."""
+    api_key: str | None = field(default=None, repr=False)
+    """Key for it where the router resolves none; None reads ``<ID>_API_KEY``."""
+
+    def __post_init__(self) -> None:
+        _check_provider(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +60,15 @@ class Settings:
     """Namespace of our registrations; None is the engine's ``default``."""
     worker_name: str | None = None
     """Name on the bus; None makes it ``provider-<id>``."""
-    id: str = "llamacpp"
+    id: str = DEFAULT_ID
     """Provider id: functions are ``provider::<id>::…``, the key variable is ``<ID>_API_KEY``."""
     api_url: str | None = None
     """llama-server's address where the router resolves none; None probes 8080, then 9931."""
     api_key: str | None = field(default=None, repr=False)
     """Key for llama-server where the router resolves none; None reads ``<ID>_API_KEY``."""
+    also: tuple[ProviderSettings, ...] = ()
+    """More providers in the same worker, each with a server of its own. All else they have in
+    common with the first one."""
     ca_file: str | None = None
     """CA certificates (PEM) for ``https`` and ``wss``; None uses the ones that come along."""
     client_cert: str | None = None
@@ -88,24 +112,45 @@ class Settings:
     @property
     def key_variable(self) -> str:
         """The environment variable that holds llama-server's key."""
-        return self.id.upper().replace("-", "_") + "_API_KEY"
+        return _key_variable(self.id)
+
+    def providers(self) -> tuple[Settings, ...]:
+        """The settings of each provider by itself, the first one first."""
+        first = replace(self, also=(), worker_name=self.name)
+        more = (
+            replace(first, id=each.id, api_url=each.api_url, api_key=each.api_key)
+            for each in self.also
+        )
+        return first, *more
 
 
-def _check(settings: Settings) -> None:
+def _key_variable(id: str) -> str:
+    return id.upper().replace("-", "_") + "_API_KEY"
+
+
+def _check_provider(settings: Settings | ProviderSettings) -> None:
     if not re.fullmatch(r"[a-z0-9_-]{1,64}", settings.id):
         raise SettingsError(f"id {settings.id!r}: 1 to 64 of a-z, 0-9, _ and - (--id)")
-    parts = _split("url", settings.url)
-    if parts.scheme not in ("ws", "wss") or not parts.hostname:
-        raise SettingsError(
-            f"url {_shown(settings.url)!r}: must be ws://host:port or wss://host:port (--url)"
-        )
     if settings.api_url:
         parts = _split("api_url", settings.api_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             # The address is not repeated: it may hold a secret anywhere.
             raise SettingsError(
-                "api_url: must be http://host:port or https://host:port (--api-url)"
+                "api_url: must be http://host:port or https://host:port (--api-url, --id)"
             )
+
+
+def _check(settings: Settings) -> None:
+    _check_provider(settings)
+    ids = [settings.id, *(each.id for each in settings.also)]
+    for each in ids:
+        if ids.count(each) > 1:
+            raise SettingsError(f"id {each!r} is there twice: each provider needs its own (--id)")
+    parts = _split("url", settings.url)
+    if parts.scheme not in ("ws", "wss") or not parts.hostname:
+        raise SettingsError(
+            f"url {_shown(settings.url)!r}: must be ws://host:port or wss://host:port (--url)"
+        )
     if settings.namespace is not None and not settings.namespace.strip():
         raise SettingsError("namespace is blank: name one or leave it unset (III_NAMESPACE)")
     if settings.max_streams < 1 or settings.max_requests < 1:
@@ -174,15 +219,28 @@ def _parse(name: str, kind: Any, text: str) -> Any:
     return text
 
 
+def read_ids(texts: Iterable[str]) -> list[tuple[str, str | None]]:
+    """Providers as they are written: ``llamacpp``, ``pi5=http://pi5:8080``, several with commas or
+    blanks between them. Each with its address, if it has one."""
+    found = []
+    for text in texts:
+        # What is blank names none, and must not pass for the default.
+        for each in text.replace(",", " ").split() or [""]:
+            name, _, address = each.partition("=")
+            found.append((name, address or None))
+    return found
+
+
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Variables with our prefix that name no setting: misspelt, most likely."""
-    known = {ENV_PREFIX + each.name.upper() for each in fields(Settings)}
+    known = {ENV_PREFIX + each.name.upper() for each in fields(Settings) if each.name != "also"}
     return sorted(each for each in environ if each.startswith(ENV_PREFIX) and each not in known)
 
 
 def from_environment(environ: Mapping[str, str], **overrides: Any) -> Settings:
     """Defaults, then the environment, then ``overrides`` (None means not given).
 
+    ``id`` may name several providers, as one text or as a list of them: see :func:`read_ids`.
     ``III_URL`` comes before ``III_WS_URL`` (engine protocol 1.3); a blank variable counts as unset.
 
     :raises SettingsError: naming the variable or field
@@ -201,11 +259,20 @@ def from_environment(environ: Mapping[str, str], **overrides: Any) -> Settings:
     kinds = get_type_hints(Settings)
     for each in fields(Settings):
         text = environ.get(ENV_PREFIX + each.name.upper(), "")
-        if text.strip():
+        if text.strip() and each.name != "also":
             given[each.name] = _parse(each.name, kinds[each.name], text.strip())
     given.update({name: value for name, value in overrides.items() if value is not None})
-    settings = Settings(**given)
-    if settings.api_key is None:
-        key = environ.get(settings.key_variable, "").strip()
-        settings = replace(settings, api_key=key or None)
-    return settings
+    ids = given.pop("id", ())
+    first, *more = read_ids([ids] if isinstance(ids, str) else ids) or [(DEFAULT_ID, None)]
+    given["id"] = first[0]
+    if first[1] is not None:
+        given["api_url"] = first[1]
+    given.setdefault("api_key", _own_key(environ, first[0]))
+    given["also"] = tuple(
+        ProviderSettings(id, address, _own_key(environ, id)) for id, address in more
+    )
+    return Settings(**given)
+
+
+def _own_key(environ: Mapping[str, str], id: str) -> str | None:
+    return environ.get(_key_variable(id), "").strip() or None

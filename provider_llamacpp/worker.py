@@ -6,34 +6,28 @@ in one process.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from ._version import VERSION
 from .bus.channel import Channel, ChannelWatch
 from .bus.engine import Engine
-from .calls import Call, CallRegistry
+from .calls import Call
 from .errors import FatalError
-from .handlers import Handlers, Means
 from .payloads import WriterRef
-from .provider import Provider
-from .recent import RecentErrors
-from .router import RouterClient
-from .server.discovery import Discovery
-from .server.upstream import Upstream
+from .served import ServedProvider
 from .settings import Settings
-from .streaming import Runs
 from .surfaces.outlet import Outlets
 from .watchdog import Watchdog, Watched
 
 DESCRIPTION = "llama.cpp (llama-server) as a provider behind llm-router"
 REFUSAL_THREADS = 4
-MAX_WATCHES = 8
-"""Callers at once who are told what becomes of models; apart, as they may stay for hours."""
 CUT_GRACE = 2.0
 """Seconds for streams to say their last frame after a stop cut them, then for their channels."""
 
@@ -58,15 +52,6 @@ class ProviderWorker:
         self._ended = threading.Event()
         self._state_lock = threading.Lock()
         self._started = self._stopping = False
-        self._registry = CallRegistry(
-            {
-                "stream": settings.max_streams,
-                "request": settings.max_requests,
-                "watch": MAX_WATCHES,
-            }
-        )
-        self._errors = RecentErrors()
-        self._runs = Runs(self._errors)
         self._outlets = Outlets()
         self._started_at: float | None = None
         self._watch = ChannelWatch(f"{settings.id}-channels")
@@ -82,35 +67,15 @@ class ProviderWorker:
             connect_timeout=settings.connect_timeout,
             thread_name=f"{settings.id}-engine",
         )
-        self._provider = self._build_provider()
+        # One source of numbers, so that logs and the watchdog tell all calls apart.
+        numbers = itertools.count(1)
+        self._served = [
+            ServedProvider(each, self._engine, self._stop_event, numbers, probes=not at)
+            for at, each in enumerate(settings.providers())
+        ]
         self._watchdog = Watchdog(self._writers, settings.ping_interval)
         self._pool: ThreadPoolExecutor | None = None
         self._refusals: ThreadPoolExecutor | None = None
-
-    def _build_provider(self) -> Provider:
-        settings = self.settings
-        upstream = Upstream(
-            connect_timeout=settings.connect_timeout,
-            ca_file=settings.ca_file,
-            client_cert=settings.client_cert,
-        )
-        router = RouterClient(
-            self._engine.invoke,
-            provider_id=settings.id,
-            worker_name=settings.name,
-            key_variable=settings.key_variable,
-            own_key=settings.api_key,
-            namespace=settings.namespace,
-            stop=self._stop_event,
-        )
-        return Provider(
-            settings,
-            router,
-            upstream,
-            Discovery(upstream, provider=settings.id),
-            lambda: self._engine.connected,
-            self._errors,
-        )
 
     # -- life -----------------------------------------------------------------------------
 
@@ -126,33 +91,29 @@ class ProviderWorker:
         self._started_at = time.monotonic()
         settings = self.settings
         self._pool = ThreadPoolExecutor(
-            settings.max_streams + settings.max_requests + MAX_WATCHES,
-            thread_name_prefix=f"{settings.id}-call",
+            sum(each.threads for each in self._served), thread_name_prefix=f"{settings.id}-call"
         )
         self._refusals = ThreadPoolExecutor(
             REFUSAL_THREADS, thread_name_prefix=f"{settings.id}-refusal"
         )
-        means = Means(
-            registry=self._registry,
-            runs=self._runs,
-            pool=self._pool,
-            refusals=self._refusals,
-            open_channel=self._open_channel,
-            fat_deltas=settings.fat_deltas,
-            errors=self._errors,
-            stats=self.stats,
-            outlets=self._outlets,
-        )
-        for function in Handlers(self._provider, means).functions():
-            self._engine.register(function)
-        self._engine.register_trigger(
-            "router::ready", f"provider::{self._provider.id}::on_router_ready", {}
-        )
+        for each in self._served:
+            for function in each.functions(
+                pool=self._pool,
+                refusals=self._refusals,
+                open_channel=self._open_channel,
+                outlets=self._outlets,
+                stats=partial(self._stats_of, each),
+            ):
+                self._engine.register(function)
+            self._engine.register_trigger(
+                "router::ready", f"provider::{each.id}::on_router_ready", {}
+            )
         self._engine.on_connect.append(self._connected)
         self._watch.start()
         self._watchdog.start(f"{settings.id}-watchdog")
         self._engine.start()
-        self._provider.start()
+        for each in self._served:
+            each.provider.start()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the worker has stopped; False if it still runs after ``timeout`` seconds.
@@ -186,26 +147,35 @@ class ProviderWorker:
             if self._started:
                 self._ended.wait(2 * CUT_GRACE + 10.0)
             return
-        self._registry.refuse()
-        # They have no end of their own to wait for.
-        self._registry.abort_all("stop", kind="watch")
+        for each in self._served:
+            each.registry.refuse()
+            # They have no end of their own to wait for.
+            each.registry.abort_all("stop", kind="watch")
         self._drain(self.settings.drain if drain is None else drain)
         self._stop_event.set()
-        self._registry.abort_all("stop")
-        if not self._registry.wait_idle(CUT_GRACE):
+        for each in self._served:
+            each.registry.abort_all("stop")
+        if not self._wait_idle(CUT_GRACE):
             for writer in self._writers():
                 if writer.channel is not None:
                     writer.channel.cut()
-            if not self._registry.wait_idle(CUT_GRACE):
-                log.error("%d calls did not end", len(self._registry.snapshot()))
+            if not self._wait_idle(CUT_GRACE):
+                left = sum(len(each.registry.snapshot()) for each in self._served)
+                log.error("%d calls did not end", left)
         self._shut_down()
 
     def _drain(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0 and not self._hurry.is_set():
-            # Short waits: a second stop ends the drain, and the registry knows no hurry.
-            if self._registry.wait_idle(min(left, 0.1)):
+            # Short waits: a second stop ends the drain, and the registries know no hurry.
+            if self._wait_idle(min(left, 0.1)):
                 return
+
+    def _wait_idle(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        return all(
+            each.registry.wait_idle(max(0.0, deadline - time.monotonic())) for each in self._served
+        )
 
     def _shut_down(self) -> None:
         assert self._pool is not None and self._refusals is not None
@@ -218,7 +188,8 @@ class ProviderWorker:
             ending.start()
             ending.join(CUT_GRACE)
         self._engine.stop()
-        self._provider.stop(CUT_GRACE)
+        for each in self._served:
+            each.provider.stop(CUT_GRACE)
         self._watchdog.stop(CUT_GRACE)
         self._watch.stop()
         self._ended.set()
@@ -244,56 +215,61 @@ class ProviderWorker:
     @property
     def alive(self) -> bool:
         """Whether the threads that must always run do."""
-        return self._provider.alive and self._watchdog.alive and not self._engine.wait_ended(0)
+        keepers = all(each.provider.alive for each in self._served)
+        return keepers and self._watchdog.alive and not self._engine.wait_ended(0)
 
     def wait_ready(self, timeout: float) -> bool:
-        """Wait until the router took our declaration and catalog; False after ``timeout`` s.
+        """Wait until the router took declaration and catalog of every provider; False after
+        ``timeout`` s.
 
         :raises FatalError: as :meth:`wait`, as soon as it is known
         """
         deadline = time.monotonic() + timeout
-        while not self._provider.ready.wait(max(0.0, min(0.1, deadline - time.monotonic()))):
-            if self._engine.fatal is not None:
-                raise FatalError(str(self._engine.fatal)) from self._engine.fatal
-            if time.monotonic() >= deadline:
-                return False
+        for each in self._served:
+            ready = each.provider.ready
+            while not ready.wait(max(0.0, min(0.1, deadline - time.monotonic()))):
+                if self._engine.fatal is not None:
+                    raise FatalError(str(self._engine.fatal)) from self._engine.fatal
+                if time.monotonic() >= deadline:
+                    return False
         return True
 
     def stats(self) -> dict[str, Any]:
         """What the worker does now: plain values, no secrets. Asks nobody and wakes nothing.
 
-        Its shape is the response schema of ``provider::<id>::status``.
+        Streams, totals and errors are those of the first provider; ``providers`` lists all of
+        them. Its shape is the response schema of ``provider::<id>::status``.
         """
+        return self._stats_of(self._served[0])
+
+    def _stats_of(self, served: ServedProvider) -> dict[str, Any]:
+        facts = served.facts(self._watchdog.silence)
         now = time.monotonic()
-        runs, totals = self._runs.snapshot(), self._runs.totals()
-        last_error = totals.pop("last_error")
         return {
             "version": VERSION,
-            "id": self.settings.id,
             "uptime": round(now - (self._started_at or now), 1),
             "connected": self._engine.connected,
             "reconnects": max(0, self._engine.connections - 1),
-            "server": self._provider.server_facts(now),
-            "active_streams": len(runs),
-            "max_streams": self.settings.max_streams,
-            "streams": [run.summary(self._watchdog.silence(run.call.number, now)) for run in runs],
-            "calls": len(self._registry.snapshot()),
-            **totals,
-            "errors": self._errors.facts(),
-            "last_error": last_error or self._engine.last_error or self._provider.last_error,
+            **facts,
+            "last_error": facts["last_error"]
+            or self._engine.last_error
+            or served.provider.last_error,
+            "providers": [each.brief() for each in self._served],
         }
 
     # -- parts ----------------------------------------------------------------------------
 
     def _connected(self, reconnected: bool) -> None:
-        if reconnected:
-            reason = self._engine.last_error or "the connection was lost"
-            self._errors.add("engine", "disconnected", reason)
-        # The first time too: the keeper waits for the engine with longer and longer pauses.
-        self._provider.router_ready()
+        for each in self._served:
+            if reconnected:
+                reason = self._engine.last_error or "the connection was lost"
+                each.errors.add("engine", "disconnected", reason)
+            # The first time too: the keeper waits for the engine with longer and longer pauses.
+            each.provider.router_ready()
 
     def _writers(self) -> list[Watched]:
-        return [*self._runs.snapshot(), *self._outlets.snapshot()]
+        runs = [run for each in self._served for run in each.runs.snapshot()]
+        return [*runs, *self._outlets.snapshot()]
 
     def _open_channel(self, writer: WriterRef, call: Call) -> Channel:
         settings = self.settings

@@ -45,6 +45,7 @@ LAYERS = [
     },
     {"surfaces.table"},
     {"handlers", "watchdog"},
+    {"served"},
     {"worker"},
     {"cli"},
     {"__main__"},

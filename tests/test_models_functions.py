@@ -540,7 +540,7 @@ def test_a_load_that_is_called_off(router_server, front):
 def test_all_of_it_is_watched_until_an_abort(router_server, front):
     wait_for(lambda: front.status()["server"]["router_mode"])
     frames = front.watch(resolution_key="my-watch")
-    wait_for(lambda: front.stack.worker._provider.follower._hearers != [])
+    wait_for(lambda: front.stack.worker._served[0].provider.follower._hearers != [])
     post(router_server, "/models/load", "demo")
     seen = []
     for frame in frames:

@@ -91,7 +91,7 @@ class Place:
         """What the server makes of the request the worker sends, up to where the model goes on."""
         data = {"writer_ref": {"channel_id": "c", "access_key": "k"}, "model": self.model, **more}
         request = decode_stream({"messages": [user("hi")], **data})
-        abilities = self.stack.worker._provider.abilities(self.model)
+        abilities = self.stack.worker._served[0].provider.abilities(self.model)
         prepared = chat_body(request, max_tokens=10, abilities=abilities)
         body = {key: value for key, value in prepared.body.items() if key != "stream"}
         reply = requests.post(f"{url}/apply-template", json=body, timeout=20)

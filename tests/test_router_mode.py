@@ -338,7 +338,7 @@ def test_a_model_that_cannot_be_loaded_is_a_permanent_error_with_the_reason(rout
 
 
 def test_a_load_that_somebody_ends_may_be_tried_again(router_server, front):
-    provider = front.stack.worker._provider
+    provider = front.stack.worker._served[0].provider
     frames = front.stream("heavy")
     wait_for(lambda: states(router_server)["heavy"] == "loading")
     provider.models.unload(Target(router_server.url), "heavy")

@@ -483,6 +483,7 @@ def some_stats(*streams, **more):
         "usage": {"input": 2_345_678, "output": 8_123},
         "errors": [],
         "last_error": None,
+        "providers": [],
     }
     facts.update(more)
     jsonschema.validate(facts, SCHEMA)

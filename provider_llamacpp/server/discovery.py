@@ -76,6 +76,12 @@ class Discovery:
         root = self._root
         if root is not None:
             return root
+        if not self._ports:
+            raise ProviderError(
+                "permanent",
+                f"nobody says where the llama-server of {self._provider} is: set api_url in the "
+                f"router, or start the worker with --id {self._provider}=http://host:port",
+            )
         problems = []
         for port in self._ports:
             root = f"http://127.0.0.1:{port}"

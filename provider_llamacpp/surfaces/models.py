@@ -10,7 +10,7 @@ fills the disk, exists only with the setting ``allow_model_management``.
     {"type": "progress", "model", "activity", "share", "stage", "done", "total"}
     {"type": "removed", "model"}, {"type": "reloaded", "model": "*"}
     {"type": "ping"}                           after silence
-    {"type": "done", "model", "state"}         or ``failed`` or ``cancelled``, with a ``message``: last
+    {"type": "done", "model", "state"}         last; or ``failed``, ``cancelled`` with a ``message``
 """
 
 from __future__ import annotations
