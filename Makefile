@@ -26,9 +26,12 @@ $(VENV)/.dev: setup.cfg pyproject.toml
 demo: $(VENV)/.demo
 	$(BIN)/provider-llamacpp chat --local --thinking low
 
-# More processes than cores: most tests wait for a server.
+# More processes than cores: most tests wait for a server. A shared machine may stall for seconds at
+# the wrong moment: what fails twice is a fault.
+TEST = pytest -n $(JOBS) --reruns 1
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m $(TEST)
 
 # Format, lint, strict types, tests with coverage of lines and branches.
 check: $(VENV)/.dev
@@ -36,7 +39,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n $(JOBS)
+	$(BIN)/coverage run -m $(TEST)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
