@@ -216,8 +216,8 @@ class Front:
     def ranking(self):
         return self.stack.router.registry.records["llamacpp"].declaration["default_models"]
 
-    def stream(self, model, text="hi", **more):
-        """Begin a stream; its frames, as they come."""
+    def stream(self, model, text="hi", *, pings=False, **more):
+        """Begin a stream; its frames as they come, pings left out."""
         writer, frames = self.caller.open_channel()
         payload = {"model": model, "messages": [user(text)], "writer_ref": writer, **more}
 
@@ -227,7 +227,7 @@ class Front:
                 self.call("stream", payload)
 
         threading.Thread(target=run, daemon=True).start()
-        return (each for each in frames if each["type"] != "ping")
+        return (each for each in frames if pings or each["type"] != "ping")
 
     def watch(self, *, pings=False, **payload):
         """Begin to watch; the frames as they come, pings left out. Its result is in ``watched``."""
