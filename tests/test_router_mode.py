@@ -12,6 +12,7 @@ import threading
 import pytest
 import requests
 from peers import PATIENCE, ScriptedServer, answer_json, wait_for
+from recorded import recorded
 from router_mode import (
     Events,
     a_router_server,
@@ -27,6 +28,7 @@ from router_mode import (
     states,
     user,
 )
+from scripted_llama import row
 
 from provider_llamacpp.server.follower import Follower
 from provider_llamacpp.server.modelevents import ModelEvent, Progress, read_event
@@ -262,6 +264,87 @@ def test_a_stopped_follower_follows_nothing(told):
     follower.offer(Target("http://127.0.0.1:9"))
     assert told.count == 0
     assert [each for each in threading.enumerate() if each.name == "test-events"] == []
+
+
+# -- streams and loads, scripted ---------------------------------------------------------------
+
+
+def test_what_waits_for_a_load_is_sent_once():
+    """The server holds the request for as long as it loads."""
+    go = threading.Event()
+
+    def holds(request):
+        if go.wait(0):
+            return answer_json({}, 500)
+        steps = [
+            lambda exchange: exchange.watch(PATIENCE, go),
+            {"headers": {"headers": {"content-type": "text/event-stream"}}},
+            {"send": 'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'},
+            {"send": 'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'},
+        ]
+        return {"script": steps}
+
+    rows = [row("m", state="unloaded")]
+    with (
+        a_router_server(*rows, **{"/v1/chat/completions": holds}) as server,
+        front_of(server.url, ping_interval=0.1) as front,
+    ):
+        wait_for(lambda: server.events.open == 1)
+        frames = front.stream("m", pings=True)
+        assert next(frames)["type"] == "ping"
+        server.events.send(
+            sse("m", "model_status", {"status": "loading"}),
+            sse("m", "status_change", loading(0.5)),
+        )
+        wait_for(lambda: front.status()["streams"][0]["phase"] == "loading model")
+        assert front.status()["streams"][0]["loading"]["share"] == 0.5
+        assert front.status()["server"]["models"][0]["state"] == "loading"
+        go.set()
+        assert list(frames)[-1]["type"] == "done"
+        assert server.paths().count("POST /v1/chat/completions") == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "words"),
+    [
+        ({"failed": True, "exit_code": 9}, "permanent", "its process exited with code 9"),
+        ({"failed": True}, "permanent", "it failed"),
+        # Ended by somebody, or already on its way again: it may be tried again.
+        ({}, "transient", "failed to load"),
+    ],
+)
+def test_what_the_row_says_of_a_load_decides(said, kind, words):
+    rows = [row("broken", state="unloaded")]
+    failed = recorded("router-chat-broken-stream")
+    with (
+        a_router_server(*rows, **{"/v1/chat/completions": failed}) as server,
+        front_of(server.url) as front,
+    ):
+        # The failure is news to the catalog.
+        server.models[0]["status"].update(said)
+        (error,) = front.stream("broken")
+        assert error["error"]["error_kind"] == kind
+        assert words in error["error"]["error_message"]
+        # And where the row cannot be had, nobody is to blame.
+        server.more_routes["/v1/models"] = answer_json({}, 500)
+        (error,) = front.stream("broken")
+        assert error["error"]["error_kind"] == "transient"
+        assert server.paths().count("POST /v1/chat/completions") == 2
+
+
+def test_a_server_without_events_still_tells_of_a_load():
+    go = threading.Event()
+    rows = [row("m", state="loading")]
+    missing = answer_json({"error": {"code": 404, "message": "File Not Found"}}, 404)
+    holds = {"script": [lambda exchange: exchange.watch(PATIENCE, go), {"close": True}]}
+    routes = {"/models/sse": missing, "/v1/chat/completions": holds}
+    with a_router_server(*rows, **routes) as server, front_of(server.url) as front:
+        wait_for(lambda: not front.stack.worker._served[0].provider.follower.follows)
+        frames = front.stream("m")
+        wait_for(lambda: [each["phase"] for each in front.status()["streams"]] == ["loading model"])
+        assert front.status()["streams"][0]["loading"]["share"] is None
+        go.set()
+        assert list(frames)[-1]["type"] == "error"
 
 
 # -- the real server --------------------------------------------------------------------------

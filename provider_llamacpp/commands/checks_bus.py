@@ -234,9 +234,7 @@ class _Bus:
         except BusError as error:
             if error.code == "function_not_found":
                 text = "no state worker: a restarted worker cannot prove that it is the same"
-                return warning(
-                    "state", text, "add the state worker to the engine"
-                ), None
+                return warning("state", text, "add the state worker to the engine"), None
             return warning("state", f"it does not answer: {error}", "look at its log"), None
         return ok("state", f"there; holds {'a' if token else 'no'} registration token"), token
 

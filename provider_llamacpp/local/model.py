@@ -51,7 +51,7 @@ Variant = Literal[
 """``slow``: the demo at some hundred tokens a second. ``heavy``: takes seconds to load, the file
 has 80 MB. ``loop``, ``think``: an answer, a thought that never ends. ``tool``, ``tools``: one call,
 two calls whenever tools are given. ``plain``: a template that knows neither tools nor thinking.
-``embed``: random weights and mean pooling. ``infill``: has the tokens for filling in the middle, and
+``embed``: random weights and mean pooling. ``infill``: has tokens for filling in the middle, and
 fills in :data:`CONTINUATION`. ``broken``: the demo cut in the middle."""
 VARIANTS: Final[tuple[Variant, ...]] = get_args(Variant)
 
