@@ -227,6 +227,12 @@ def test_what_a_model_reads(
         (router_row("--embeddings"), {}, Probes(), False),
         (router_row("--embedding"), {}, Probes(), False),
         (router_row("--reranking"), {}, Probes(), False),
+        (router_row("--pooling", "rank"), {}, Probes(), False),
+        (router_row("--pooling", "mean"), {}, Probes(), True),
+        ({"tags": ["Embedding"]}, {}, Probes(), False),
+        ({"tags": ["embedding"]}, {}, Probes(embeddings=False), True),
+        ({"tags": ["reranker", 7]}, {}, Probes(), False),
+        ({"tags": "rerank"}, {}, Probes(), True),
         ({"status": {"preset": "rerank = 1"}}, {}, Probes(), False),
         ({"status": {"preset": "embeddings = 0"}}, {}, Probes(), True),
         ({}, PLAIN, Probes(embeddings=True), False),
@@ -251,6 +257,27 @@ def test_launch_options_tell_of_embeddings_where_nobody_asked() -> None:
     assert info(router_row("--embeddings")).embeddings is True
     assert info(router_row("--embeddings"), {}, Probes(embeddings=False)).embeddings is False
     assert info({"id": "m"}).embeddings is None
+
+
+@pytest.mark.parametrize(
+    ("tags", "props", "tools", "vision", "thinking"),
+    [
+        (["tools", " Vision ", "thinking"], {}, True, True, True),
+        (["local", "test"], {}, None, None, None),
+        # A tag speaks only where the server is silent.
+        (["vision"], {"modalities": {"vision": False}}, None, False, None),
+        (["tools"], {"chat_template_caps": {"supports_tools": False}}, False, None, None),
+    ],
+)
+def test_tags_tell_what_the_server_does_not(
+    tags: list[str],
+    props: dict[str, Any],
+    tools: bool | None,
+    vision: bool | None,
+    thinking: bool | None,
+) -> None:
+    found = info({"id": "m", "tags": tags}, props).abilities
+    assert (found.tools, found.vision, found.thinking_switch) == (tools, vision, thinking)
 
 
 # -- states -----------------------------------------------------------------------------------
@@ -392,5 +419,7 @@ def test_any_row_gives_a_record_or_none(
 
 
 def test_reading_a_catalog_imports_no_record_library() -> None:
-    code = "import sys, provider_llamacpp.server.catalog; sys.exit('dataclasses_json' in sys.modules)"
+    code = (
+        "import sys, provider_llamacpp.server.catalog; sys.exit('dataclasses_json' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -33,6 +33,10 @@ _STATES: dict[object, State] = {
     "unloaded": "unloaded",
 }
 
+_EMBEDS = frozenset({"embedding", "embeddings"})
+_RANKS = frozenset({"rerank", "reranker", "reranking"})
+"""Tags of models that are not for chat."""
+
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh")
 """The router's thinking levels, in their order."""
 _USUAL_EFFORTS = ("low", "medium", "high")
@@ -165,19 +169,20 @@ def model_info(
     template = template if isinstance(template, str) else ""
     effort = _bool(caps.get("supports_reasoning_effort"))
     status = row_status(row)
+    tags = tags_of(row)
     abilities = Abilities(
-        tools=_bool(caps.get("supports_tools")),
+        tools=_said(caps.get("supports_tools"), tags, "tools"),
         parallel_tool_calls=_bool(caps.get("supports_parallel_tool_calls")),
         reasoning_effort=effort,
-        thinking_switch=probes.thinking_switch,
+        thinking_switch=_said(probes.thinking_switch, tags, "thinking"),
         preserve_reasoning=_bool(caps.get("supports_preserve_reasoning")),
         system_role=_bool(caps.get("supports_system_role")),
-        vision=_reads("vision", "image", row, props),
-        audio=_reads("audio", "audio", row, props),
+        vision=_reads("vision", "image", row, props, tags),
+        audio=_reads("audio", "audio", row, props, tags),
         context_window=context,
     )
     embeddings = probes.embeddings
-    if embeddings is None and "embeddings" in launch:
+    if embeddings is None and ("embeddings" in launch or not tags.isdisjoint(_EMBEDS)):
         embeddings = True
     return ModelInfo(
         id=name,
@@ -189,7 +194,7 @@ def model_info(
         abilities=abilities,
         efforts=_efforts(template) if effort else (),
         embeddings=embeddings,
-        for_chat=_for_chat(row, launch, abilities, embeddings),
+        for_chat=_for_chat(row, launch, tags, abilities, embeddings),
     )
 
 
@@ -278,12 +283,14 @@ def _option_name(text: str) -> str:
 def _for_chat(
     row: Mapping[str, Any],
     launch: Mapping[str, str],
+    tags: frozenset[str],
     abilities: Abilities,
     embeddings: bool | None,
 ) -> bool:
     if "decisions" in _list(_object(row.get("architecture")).get("output_modalities")):
         return False
-    if not embeddings and "reranking" not in launch:
+    ranks = "reranking" in launch or launch.get("pooling") == "rank"
+    if not embeddings and not ranks and tags.isdisjoint(_RANKS):
         return True
     # An embedding model has no chat template of its own; one that knows tools or thinking shows
     # a chat model whose server makes embeddings as well.
@@ -291,13 +298,33 @@ def _for_chat(
 
 
 def _reads(
-    modality: str, input_name: str, row: Mapping[str, Any], props: Mapping[str, Any]
+    modality: str,
+    input_name: str,
+    row: Mapping[str, Any],
+    props: Mapping[str, Any],
+    tags: frozenset[str],
 ) -> bool | None:
     said = _bool(_object(props.get("modalities")).get(modality))
     if said is not None:
         return said
     inputs = _object(row.get("architecture")).get("input_modalities")
-    return input_name in inputs if isinstance(inputs, list) else None
+    return input_name in inputs if isinstance(inputs, list) else _said(None, tags, modality)
+
+
+def tags_of(row: Mapping[str, Any]) -> frozenset[str]:
+    """What the operator wrote beside a model (``--tags``, or ``tags`` in a preset), in lower case.
+
+    A tag fills in what the server does not tell; it never speaks against the server.
+    """
+    return frozenset(
+        each.strip().lower() for each in _list(row.get("tags")) if isinstance(each, str)
+    )
+
+
+def _said(value: object, tags: frozenset[str], tag: str) -> bool | None:
+    """What the server says; where it is silent, true if there is such a tag."""
+    said = _bool(value)
+    return True if said is None and tag in tags else said
 
 
 def _efforts(template: str) -> tuple[str, ...]:
