@@ -30,8 +30,8 @@ from urllib.parse import urlsplit
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
+from urllib3.response import BaseHTTPResponse
 from urllib3.util import wait_for_write
 
 from ..calls import Call
@@ -330,12 +330,37 @@ def _connected(line: Line, connection: HTTPConnection) -> None:
     connection.sock.settimeout(connection.timeout)
 
 
-class _Pool(HTTPConnectionPool):
-    ConnectionCls = _Connection
+class _Once:
+    """What :class:`requests.adapters.HTTPAdapter` takes for a pool: one connection, used once.
 
+    A pool of urllib3 made for a single request takes as long as the request itself.
+    """
 
-class _TlsPool(HTTPSConnectionPool):
-    ConnectionCls = _TlsConnection
+    def __init__(self, connection: _Connection | _TlsConnection) -> None:
+        self._connection = connection
+
+    def urlopen(
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], **_: Any
+    ) -> BaseHTTPResponse:
+        """As of :class:`urllib3.HTTPConnectionPool`; neither retries nor redirects."""
+        connection = self._connection
+        try:
+            connection.connect()
+            try:
+                connection.request(
+                    method,
+                    url,
+                    body=body,
+                    headers=headers,
+                    preload_content=False,
+                    decode_content=False,
+                )
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # It may have answered before it had all of the body, and closed.
+            return connection.getresponse()
+        except BaseException:
+            connection.close()
+            raise
 
 
 class LineRequest(requests.PreparedRequest):
@@ -370,15 +395,18 @@ class Adapter(HTTPAdapter):
 
     def get_connection_with_tls_context(
         self, request: requests.PreparedRequest, verify: Any, proxies: Any = None, cert: Any = None
-    ) -> HTTPConnectionPool:
-        """A pool of one connection, which ends with its answer."""
+    ) -> Any:
+        """One connection, which ends with its answer."""
         assert isinstance(request, LineRequest)
         parts = urlsplit(request.url)
-        assert isinstance(parts.hostname, str)
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        host = parts.hostname
+        assert isinstance(host, str)
         if parts.scheme == "https":
-            return _TlsPool(host, parts.port, line=request.line, ssl_context=self._tls())
-        return _Pool(host, parts.port, line=request.line)
+            context = self._tls()
+            return _Once(
+                _TlsConnection(host, parts.port or 443, line=request.line, ssl_context=context)
+            )
+        return _Once(_Connection(host, parts.port or 80, line=request.line))
 
     def cert_verify(self, conn: Any, url: Any, verify: Any, cert: Any) -> None:
         """Nothing: the context has all of it."""
