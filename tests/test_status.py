@@ -601,6 +601,18 @@ def test_the_server_on_the_page(server, words):
     assert max(map(len, lines)) <= 80
 
 
+def test_the_other_providers_are_on_the_page():
+    others = [
+        {"id": "llamacpp", "url": "http://127.0.0.1:8080", "state": "ready", "active_streams": 0},
+        {"id": "pi5", "url": "http://pi5:8080", "state": "away", "active_streams": 1},
+        {"id": "pi6", "url": None, "state": "unknown", "active_streams": 2},
+    ]
+    text = "\n".join(drawn(status.Look(some_stats(providers=others), 1.0), rich=False))
+    assert "beside it pi5 at http://pi5:8080: away, 1 stream\n" in text
+    assert "beside it pi6 at an unknown address: not asked yet, 2 streams" in text
+    assert "beside it llamacpp" not in text
+
+
 def test_a_small_terminal_shows_what_fits():
     errors = [{**TERRIBLE, "message": f"number {n}"} for n in range(9)]
     facts = some_stats(*[a_stream(n, "queued") for n in range(64)], errors=errors)

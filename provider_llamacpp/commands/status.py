@@ -253,6 +253,7 @@ def page(terminal: Terminal, look: Look, *, height: int | None = None) -> Page:
         content = [((head, "strong"),)]
         content += [((line, "bad"),) for line in terminal.wrap(words, 0)]
     content += _server(terminal, stats["server"])
+    content += _others(stats)
     content.append(())
     streams = stats["streams"]
     content.append((f"{len(streams)} of {stats['max_streams']} streams",))
@@ -297,6 +298,19 @@ def _server(terminal: Terminal, server: Mapping[str, Any]) -> Iterator[Line]:
     more_models = server["more_models"] + max(0, len(server["models"]) - 5)
     if more_models:
         yield ((f"  and {more_models} models more", "dim"),)
+
+
+def _others(stats: Stats) -> Iterator[Line]:
+    """The other providers of the worker; each is looked at by its own id."""
+    for each in stats.get("providers", ()):
+        if each["id"] != stats["id"]:
+            words, style = _SERVER.get(each["state"], (each["state"], ""))
+            count = each["active_streams"]
+            yield (
+                (f"beside it {each['id']} at {each['url'] or 'an unknown address'}: ", "dim"),
+                (words, style),
+                (f", {count} stream{'' if count == 1 else 's'}", "dim"),
+            )
 
 
 def _share(progress: Mapping[str, Any] | None) -> str:
