@@ -102,11 +102,6 @@ class Provider:
         """What the server served when last asked; None before the first answer."""
         return self._catalog
 
-    @property
-    def health(self) -> Health:
-        """How the server was when it was last asked for its models."""
-        return self._health
-
     def target(self, call: Call | None = None) -> tuple[Target, int]:
         """Address, key and the default for ``max_tokens``.
 

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ..calls import Call
-from ..errors import BusError
+from ..errors import BusError, Interrupted
 from .asking import ask, failure, read_object, refused, unsound
 from .catalog import model_info, row_status, state_of
 from .follower import Follower
@@ -228,11 +228,9 @@ class ModelManager:
                     "this llama-server tells nothing of its models: it needs a newer build, in "
                     "router mode (started without a model)",
                 )
-            while True:
-                event = events.get()
-                call.check()
-                if event is not None:
-                    tell(event_frame(event))
+            while (event := events.get()) is not None:
+                tell(event_frame(event))
+            raise Interrupted(call.reason or "stop")
 
     @contextmanager
     def _events(self, call: Call) -> Iterator[queue.SimpleQueue[ModelEvent | None]]:
