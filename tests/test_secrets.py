@@ -95,7 +95,7 @@ def test_a_key_that_the_server_quotes_is_shown_to_nobody(new_world, caplog, monk
         registration = world.token()
         worker.stop(0.0)
     ours = [r for r in caplog.records if not r.name.startswith(("iii", "websockets", "asyncio"))]
-    assert any(record.name.startswith("urllib3") for record in ours)
+    assert any(record.name.startswith("provider_llamacpp") for record in ours)
     shown += [record.getMessage() + repr(record.args) for record in ours]
     for secret in (KEY, json.dumps(KEY)[1:-1], KEY[:12], TOKEN, registration):
         assert [text for text in shown if secret in text] == []

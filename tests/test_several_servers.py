@@ -357,10 +357,19 @@ def test_a_stop_ends_the_streams_of_all(house):
     assert [name for name in left if name.startswith(("a-", "b-"))] == []
 
 
+def _answer(house, each):
+    try:
+        return house.call(each, "status")
+    except BusError:
+        return None
+
+
 def test_a_lost_engine_is_told_of_each(house):
     house.engine.drop_worker("provider-a")
     wait_for(lambda: house.worker.stats()["reconnects"] == 1 and house.worker.stats()["connected"])
     for each in "ab":
+        # Connected is greeted: nobody says when the engine has read what was registered again.
+        assert house.engine.wait_until(lambda each=each: _answer(house, each) is not None)
         errors = house.call(each, "status")["errors"]
         assert ("engine", "disconnected") in [(one["where"], one["kind"]) for one in errors]
 
