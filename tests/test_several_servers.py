@@ -369,7 +369,7 @@ def test_a_lost_engine_is_told_of_each(house):
     wait_for(lambda: house.worker.stats()["reconnects"] == 1 and house.worker.stats()["connected"])
     for each in "ab":
         # Connected is greeted: nobody says when the engine has read what was registered again.
-        assert house.engine.wait_until(lambda each=each: _answer(house, each) is not None)
+        wait_for(lambda each=each: _answer(house, each) is not None)
         errors = house.call(each, "status")["errors"]
         assert ("engine", "disconnected") in [(one["where"], one["kind"]) for one in errors]
 
