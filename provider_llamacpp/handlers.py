@@ -25,7 +25,6 @@ from .errors import BusError, Interrupted, InvalidRequest, ProviderError, redact
 from .provider import Provider
 from .recent import RecentErrors
 from .schemas import function_schemas
-from .server import queries
 from .streaming import OpenChannel, Runs, StreamRun, refuse
 from .surfaces.context import Context
 from .surfaces.outlet import Outlets
@@ -228,7 +227,7 @@ class Handlers:
     def _embed(self, data: object, call: Call) -> object:
         request = payloads.decode_embed(data)
         target, _ = self._provider.target(call)
-        return queries.embed(self._provider.upstream, target, request.model, request.input, call)
+        return self._provider.embedder.embed(target, request.model, request.input, call)
 
     def _count_tokens(self, data: object, call: Call) -> object:
         request = payloads.decode_count(data)

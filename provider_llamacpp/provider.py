@@ -18,6 +18,7 @@ from .errors import BusError, ProviderError
 from .recent import RecentErrors
 from .router import DEFAULT_MAX_TOKENS, RouterClient
 from .server.catalog import row_status
+from .server.embeddings import Embedder
 from .server.follower import Follower
 from .server.health import Health
 from .server.management import ModelManager
@@ -64,6 +65,7 @@ class Provider:
         self.upstream = upstream
         self.resumer = Resumer(upstream, settings.resume, settings.resume_budget)
         self.counter = TokenCounter(upstream)
+        self.embedder = Embedder(upstream)
         self.discovery = discovery
         self.follower = Follower(
             upstream, name=f"{settings.id}-events", changed=lambda: self.refresh_soon(EVENT_PAUSE)

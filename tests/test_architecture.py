@@ -28,7 +28,7 @@ LAYERS = [
     {"server.upstream"},
     {"server.asking", "server.discovery", "server.discards", "server.follower"},
     {"server.queries", "server.management"},
-    {"server.resumable"},
+    {"server.embeddings", "server.resumable"},
     {"server.resume"},
     {"bus.frames", "bus.delays", "bus.link", "bus.wire"},
     {"bus.session", "bus.channelwatch", "bus.invocations", "bus.registrations"},

@@ -81,14 +81,15 @@ def fetch(
 
     :raises BusError: as the worker or the server failed
     """
-    from ..server import queries
+    from ..server.embeddings import Embedder
     from .routes import by_either
 
     def by_bus(ask: Callable[[Mapping[str, Any]], Any], caller: Caller) -> dict[str, Any]:
         return _joined(texts, lambda part: ask({"model": model, "input": part}))
 
     def directly(server: Server, target: Target) -> dict[str, Any]:
-        return _joined(texts, lambda part: queries.embed(server.upstream, target, model, part))
+        embedder = Embedder(server.upstream)
+        return _joined(texts, lambda part: embedder.embed(target, model, part))
 
     return by_either(settings, "embed", by_bus, directly, direct=direct)
 
