@@ -43,10 +43,9 @@ class WriterRef:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamRequest:
-    """Input of ``stream`` (provider protocol 5)."""
+class ChatRequest:
+    """What is asked for, and not where the answer goes (provider protocol 5)."""
 
-    writer: WriterRef
     model: str
     messages: list[dict[str, Any]] = field(repr=False)
     max_output_tokens: int | None = None
@@ -58,6 +57,13 @@ class StreamRequest:
     thinking_level: str | None = None
     provider_options: dict[str, Any] = field(default_factory=dict, repr=False)
     model_meta: dict[str, Any] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamRequest(ChatRequest):
+    """Input of ``stream`` (provider protocol 5)."""
+
+    writer: WriterRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +90,38 @@ def decode_stream(data: object) -> StreamRequest:
     :raises InvalidRequest: naming the field that does not fit
     """
     payload = fields.payload(data)
+    return StreamRequest(writer=decode_writer(payload.get("writer_ref")), **_chat(payload))
+
+
+def decode_chat(data: object) -> ChatRequest:
+    """Unpack the payload of ``stream`` of a caller who has no channel.
+
+    :raises InvalidRequest: naming the field that does not fit
+    """
+    return ChatRequest(**_chat(fields.payload(data)))
+
+
+def _chat(payload: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a :class:`ChatRequest`."""
     level = fields.optional_text(payload, "thinking_level")
     if level is not None and level not in THINKING_LEVELS:
         fields.fail(("thinking_level",), "must be one of " + ", ".join(THINKING_LEVELS))
     response_format = fields.optional_object(payload, "response_format")
     if response_format is not None:
         fields.text(response_format, "type", ("response_format",))
-    return StreamRequest(
-        writer=decode_writer(payload.get("writer_ref")),
-        model=fields.text(payload, "model"),
-        messages=_messages(payload),
-        max_output_tokens=fields.optional_count(payload, "max_output_tokens"),
-        resolution_key=fields.optional_text(payload, "resolution_key"),
-        session_id=fields.optional_text(payload, "session_id"),
-        system_prompt=fields.optional_text(payload, "system_prompt"),
-        tools=_tools(payload),
-        response_format=response_format,
-        thinking_level=level,
-        provider_options=fields.optional_object(payload, "provider_options") or {},
-        model_meta=fields.optional_object(payload, "model_meta"),
-    )
+    return {
+        "model": fields.text(payload, "model"),
+        "messages": _messages(payload),
+        "max_output_tokens": fields.optional_count(payload, "max_output_tokens"),
+        "resolution_key": fields.optional_text(payload, "resolution_key"),
+        "session_id": fields.optional_text(payload, "session_id"),
+        "system_prompt": fields.optional_text(payload, "system_prompt"),
+        "tools": _tools(payload),
+        "response_format": response_format,
+        "thinking_level": level,
+        "provider_options": fields.optional_object(payload, "provider_options") or {},
+        "model_meta": fields.optional_object(payload, "model_meta"),
+    }
 
 
 def decode_embed(data: object) -> EmbedRequest:

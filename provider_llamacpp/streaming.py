@@ -13,29 +13,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from . import jsontext
+from .answers import assembler_for, last_frames, open_answer
 from .calls import Call
 from .errors import ConsumerGone, Interrupted, InvalidRequest, ProviderError, redacted
-from .events.assembler import Assembler, Outcome
+from .events.assembler import Assembler
 from .events.classify import NOT_LOADED, classify
 from .payloads import StreamRequest, WriterRef
 from .recent import RecentErrors
-from .transcript.convert import Prepared, chat_body
+from .transcript.convert import Abilities, Prepared, chat_body
 
 if TYPE_CHECKING:
+    from .answers import Answer
     from .bus.channel import Channel
     from .provider import Provider
     from .server.modelevents import Progress
-    from .server.resumable import ResumableStream
-    from .server.upstream import Target, UpstreamStream
+    from .server.upstream import Target
 
-COMPLETIONS = "/v1/chat/completions"
 BLOCKED = 1.0
 """Seconds a write to the caller lasts before it counts as held up: a tick of the watchdog."""
 
@@ -46,16 +44,6 @@ class OpenChannel(Protocol):
     """Dials the write end of a caller's channel (one try, engine protocol 7.2)."""
 
     def __call__(self, writer: WriterRef, call: Call) -> Channel: ...
-
-
-def new_call_id() -> str:
-    """An id for a tool call that came without one."""
-    return f"call_{uuid.uuid4().hex}"
-
-
-def now_ms() -> int:
-    """Milliseconds since 1970, as frames carry them (provider protocol 5.1)."""
-    return int(time.time() * 1000)
 
 
 class StreamRun:
@@ -92,12 +80,12 @@ class StreamRun:
         self.invalid: InvalidRequest | None = None
         """Set if the payload was at fault: then the bus result says so, and no frame does."""
         self.ended_in: str | None = None
-        """The phase in which it ended."""
+        """The phase in which it ended; ``done`` if nothing cut it short."""
         self._writing = False
         self._headers_at: float | None = None
         self._first_at: float | None = None
         self._ended_at: float | None = None
-        self._source: UpstreamStream | ResumableStream | None = None
+        self._source: Answer | None = None
 
     def run(self) -> None:
         """Stream until the answer, a fault or an abort ends it. Raises nothing."""
@@ -135,24 +123,15 @@ class StreamRun:
             abilities=provider.abilities(request.model),
         )
         self.assembler = self._new_assembler(prepared)
-        # A chunk for every batch of the prompt, some 2000 tokens; servers that do not know the
-        # field ignore it.
-        prepared.body.setdefault("return_progress", True)
-        # Lets end_thinking end a thought of this answer; costs nothing where nobody asks for it.
-        prepared.body.setdefault("reasoning_control", True)
-        headers = {"traceparent": self._traceparent} if self._traceparent else {}
-        catalog = provider.catalog
         call.phase = "waiting"
-        with provider.resumer.open_stream(
+        with open_answer(
+            provider.resumer,
             target,
-            COMPLETIONS,
-            prepared.body,
+            prepared,
             call,
-            encode=_encode,
-            headers=headers,
+            catalog=provider.catalog,
+            headers={"traceparent": self._traceparent} if self._traceparent else {},
             classify=self._classify,
-            build=catalog.build if catalog else None,
-            model=request.model if catalog and catalog.router_mode else None,
         ) as stream:
             self._headers_at = time.monotonic()
             call.phase, self._source = "reading", stream
@@ -190,36 +169,27 @@ class StreamRun:
         self._ended_at = time.monotonic()
         self.ended_in = self.phase(None)
         call.phase = "ending"
-        reason = call.reason
-        if reason == "stop":
-            self.error, reason = ProviderError("transient", "the worker was stopped"), None
-        if reason is not None:
-            self.error = None
-        silent = self.invalid is not None
-        if self._source is not None and self._source.notice is not None:
-            self.assembler.warn(self._source.notice)
-        frames = [] if silent else self.assembler.finish(Outcome(reason, self.error))
-        if self.error is None:
-            self.error = self.assembler.error
+        frames: list[bytes] = []
+        if self.invalid is None:
+            frames, self.error = last_frames(self.assembler, call, self.error, self._source)
         if self.channel is not None:
             self.channel.finish(frames)
+        if self.error is None and self.invalid is None and call.reason is None:
+            self.ended_in = "done"
         if self.error is not None:
             self.provider.failed(self.error)
-        elif reason is None and not silent:
+        elif self.invalid is None and call.reason is None:
             self.provider.answered(self.assembler.server_model)
 
     def _new_assembler(self, prepared: Prepared | None) -> Assembler:
-        return Assembler(
-            model=self.request.model,
-            provider=self.provider.id,
-            decode_name=prepared.names.decode if prepared else str,
+        provider, request = self.provider, self.request
+        return assembler_for(
+            request,
+            provider.id,
+            provider.abilities(request.model),
+            prepared,
             fat=self._fat,
-            warnings=prepared.warnings if prepared else (),
-            prefill=prepared.prefill if prepared else "",
             alone=partial(self._runs.alone, self.call.number),
-            context_window=self.provider.abilities(self.request.model).context_window,
-            now_ms=now_ms,
-            call_id=new_call_id,
             secret=self.target.key if self.target is not None else None,
         )
 
@@ -232,6 +202,11 @@ class StreamRun:
     def consumed(self) -> int:
         """Body bytes read from the server so far."""
         return self._source.consumed if self._source is not None else 0
+
+    @property
+    def resumes(self) -> int:
+        """How often it was taken up again after a break."""
+        return getattr(self._source, "resumed", 0)
 
     @property
     def outcome(self) -> str:
@@ -306,13 +281,6 @@ class StreamRun:
         }
 
 
-def _encode(body: Mapping[str, Any]) -> bytes:
-    try:
-        return jsontext.dumpb(body)
-    except ValueError as error:
-        raise InvalidRequest(f"the request {error}") from error
-
-
 def _seconds(since: float, until: float | None) -> float | None:
     return None if until is None else round(until - since, 3)
 
@@ -337,7 +305,7 @@ class Runs:
         self._lock = threading.Lock()
         self._outcomes: Counter[str] = Counter()
         self._usage: Counter[str] = Counter()
-        self._frames = self._consumed = 0
+        self._frames = self._consumed = self._resumes = 0
         self._last_error: str | None = None
 
     def add(self, run: StreamRun) -> None:
@@ -352,6 +320,7 @@ class Runs:
             self._outcomes[run.outcome] += 1
             self._frames += run.frames
             self._consumed += run.consumed
+            self._resumes += run.resumes
             self._usage.update(run.assembler.usage)
             if run.error is not None:
                 self._last_error = f"stream {run.call.number}: {run.error.message}"
@@ -367,14 +336,15 @@ class Runs:
             return list(self._runs.values())
 
     def totals(self) -> dict[str, Any]:
-        """Since the start: streams by outcome, frames sent, bytes read, tokens of the streams that
-        have ended, the last error."""
+        """Since the start: streams by outcome, frames sent, bytes read, breaks after which a stream
+        was taken up again, tokens of the streams that have ended, the last error."""
         with self._lock:
             running = list(self._runs.values())
             return {
                 "outcomes": dict(self._outcomes),
                 "frames": self._frames + sum(run.frames for run in running),
                 "bytes": self._consumed + sum(run.consumed for run in running),
+                "resumes": self._resumes + sum(run.resumes for run in running),
                 "usage": dict(self._usage),
                 "last_error": self._last_error,
             }
@@ -398,12 +368,10 @@ def refuse(
     provider: str,
 ) -> None:
     """Tell a caller that was not admitted: one ``error`` frame, then the end of the channel."""
-    assembler = Assembler(
-        model=request.model, provider=provider, decode_name=str, now_ms=now_ms, call_id=new_call_id
-    )
+    assembler = assembler_for(request, provider, Abilities())
     try:
         channel = open_channel(request.writer, call)
     except (ConsumerGone, Interrupted, ProviderError) as failure:
         log.debug("a refused caller could not be told: %s", failure)
         return
-    channel.finish(assembler.finish(Outcome(error=error)))
+    channel.finish(last_frames(assembler, call, error, None)[0])

@@ -30,6 +30,7 @@ LAYERS = [
     {"server.queries", "server.management"},
     {"server.embeddings", "server.resumable"},
     {"server.resume"},
+    {"answers"},
     {"bus.frames", "bus.delays", "bus.link", "bus.wire"},
     {"bus.session", "bus.channelwatch", "bus.invocations", "bus.registrations"},
     {"bus.conversation", "bus.channel"},

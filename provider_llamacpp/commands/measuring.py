@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import jsontext
+from ..answers import COMPLETIONS
 from ..bus.channel import connect
 from ..bus.frames import CLOSE, PING, TEXT, FrameReader
 from ..calls import Call
@@ -27,7 +28,6 @@ from ..events.sse import EventCutter
 from ..payloads import WriterRef, decode_stream
 from ..server.address import Target
 from ..server.upstream import Upstream
-from ..streaming import COMPLETIONS
 from ..transcript.convert import Abilities, chat_body
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..payloads import CountRequest, StreamRequest
+from ..payloads import ChatRequest, CountRequest
 from .names import NameTable
 from .rows import Row, RowRules, transcript_rows
 
@@ -65,7 +65,7 @@ class Prepared:
     """What the server continues, and may repeat at the start of the answer; empty: nothing."""
 
 
-def chat_body(request: StreamRequest, *, max_tokens: int, abilities: Abilities) -> Prepared:
+def chat_body(request: ChatRequest, *, max_tokens: int, abilities: Abilities) -> Prepared:
     """The body of ``POST /v1/chat/completions`` for a stream.
 
     ``provider_options`` join the body and win over what is derived from ``thinking_level``; they
@@ -220,7 +220,7 @@ def _ignored(names: Iterable[str]) -> str:
     return "provider_options that cannot be set this way were ignored: " + ", ".join(names)
 
 
-def _token_limit(request: StreamRequest, options: dict[str, Any], max_tokens: int) -> int:
+def _token_limit(request: ChatRequest, options: dict[str, Any], max_tokens: int) -> int:
     given = [(name, options.pop(name)) for name in _TOKEN_LIMITS if name in options]
     if request.max_output_tokens is None and given:
         name, value = given[0]
@@ -250,7 +250,7 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _thinking(
-    request: StreamRequest,
+    request: ChatRequest,
     abilities: Abilities,
     options: dict[str, Any],
     warnings: list[str],
