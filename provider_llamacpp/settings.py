@@ -134,7 +134,6 @@ def _check_provider(settings: Settings | ProviderSettings) -> None:
     if settings.api_url:
         parts = _split("api_url", settings.api_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            # The address is not repeated: it may hold a secret anywhere.
             raise SettingsError(
                 "api_url: must be http://host:port or https://host:port (--api-url, --id)"
             )
@@ -148,9 +147,7 @@ def _check(settings: Settings) -> None:
             raise SettingsError(f"id {each!r} is there twice: each provider needs its own (--id)")
     parts = _split("url", settings.url)
     if parts.scheme not in ("ws", "wss") or not parts.hostname:
-        raise SettingsError(
-            f"url {_shown(settings.url)!r}: must be ws://host:port or wss://host:port (--url)"
-        )
+        raise SettingsError("url: must be ws://host:port or wss://host:port (--url)")
     if settings.namespace is not None and not settings.namespace.strip():
         raise SettingsError("namespace is blank: name one or leave it unset (III_NAMESPACE)")
     if settings.max_streams < 1 or settings.max_requests < 1:
@@ -178,17 +175,13 @@ def _check(settings: Settings) -> None:
 
 
 def _split(name: str, url: str) -> Any:
+    # No error repeats an address, or the library's words, which do: it may hold a secret anywhere.
     try:
         parts = urlsplit(url)
         _ = parts.port
-    except ValueError as error:
-        raise SettingsError(f"{name}: {error}") from error
+    except ValueError:
+        raise SettingsError(f"{name}: host or port cannot be read") from None
     return parts
-
-
-def _shown(url: str) -> str:
-    """``url`` without what may be secret in it: user, password and query."""
-    return re.sub(r"//[^/@]*@", "//", url.split("?", 1)[0])
 
 
 def tool_names(text: str) -> tuple[str, ...]:

@@ -29,6 +29,11 @@ def test_text_is_compact_and_raw():
     assert jsontext.dumpb("é") == '"é"'.encode()
 
 
+def test_keys_that_differ_in_half_surrogates_only_become_one():
+    """Half of the readers take no key twice; the last stays, as where a key was written twice."""
+    assert jsontext.dumps({"\ud800": 1, "\udfff": 2, "a": 3}) == '{"\ufffd":2,"a":3}'
+
+
 def test_half_surrogates_are_joined_or_replaced():
     assert jsontext.whole("ok \ud83d" + "\ude00") == "ok 😀"
     assert jsontext.dumps("a\ud83db") == '"a\ufffdb"'
