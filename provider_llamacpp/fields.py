@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from .errors import InvalidRequest
-from .transcript.arguments import shallow
+from .jsontext import shallow
 
 Path = tuple[str | int, ...]
 

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from transcripts import RELAXED
 
 from provider_llamacpp import jsontext
+from provider_llamacpp.jsontext import DEPTH_LIMIT, shallow
 from provider_llamacpp.transcript.arguments import (
-    DEPTH_LIMIT,
     RAW_LIMIT,
     SCAN_LIMIT,
     arguments_text,
     parse_arguments,
-    shallow,
 )
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=8)

@@ -11,15 +11,12 @@ import json
 import re
 from typing import Any, NoReturn
 
-from ..jsontext import dumps, whole
+from ..jsontext import DEPTH_LIMIT, dumps, whole
 
 SCAN_LIMIT = 4096
 """Bytes at the start that are searched for complete members (provider protocol 8.2)."""
 RAW_LIMIT = 2048
 """Bytes kept of a text that could not be read (provider protocol 8.2)."""
-DEPTH_LIMIT = 100
-"""Containers inside each other. serde_json, which the router reads with, stops at 128 and then
-skips the whole frame in silence; the frame around the arguments takes some of them."""
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -85,22 +82,6 @@ def arguments_text(value: object) -> str:
     if isinstance(value, dict) and _shallow_text(text):
         return text
     return dumps(parse_arguments(text))
-
-
-def shallow(value: object, limit: int = DEPTH_LIMIT) -> bool:
-    """Whether no more than ``limit`` containers of ``value`` lie inside each other."""
-    level = [value]
-    for _ in range(limit):
-        below: list[object] = []
-        for item in level:
-            if isinstance(item, dict):
-                below.extend(item.values())
-            elif isinstance(item, list):
-                below.extend(item)
-        if not below:
-            return True
-        level = below
-    return not any(isinstance(item, (dict, list)) for item in level)
 
 
 def _shallow_text(text: str) -> bool:
