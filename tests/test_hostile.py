@@ -334,6 +334,7 @@ def test_a_key_goes_nowhere_but_to_its_server():
         WriterRef("a\r\nX-Evil: 1", "k\r\nX-Evil: 1"),
         WriterRef("a b", "k&dir=read#"),
         WriterRef("a", "k HTTP/1.1\r\nHost: evil"),
+        WriterRef("a\ud800", "\udfffk"),
     ],
 )
 def test_channel_ids_and_keys_stay_in_their_place(ref):
@@ -359,6 +360,7 @@ HOSTILE_MESSAGES = [
     b'{"type":null}',
     b'{"type":["invokefunction"]}',
     b'{"type":"invokefunction"}',
+    b'{"type":"invokefunction","invocation_id":"nameless","data":{}}',
     b'{"type":"invokefunction","function_id":[],"invocation_id":{},"data":1}',
     b'{"type":"invokefunction","function_id":"t::echo","invocation_id":7,"data":null}',
     b'{"type":"invokefunction","function_id":"nobody::here","invocation_id":"x","data":{}}',
@@ -375,6 +377,18 @@ HOSTILE_MESSAGES = [
     b'{"type":"invokefunction","function_id":"' + b"x" * 3_000_000 + b'","data":{}}',
     b'{"type":"ping","more":' + b"9" * 5000 + b"}",
 ]
+
+
+def owed(words):
+    """The ids of the results that a message is to be answered with."""
+    try:
+        message = jsontext.loads(words)
+    except ValueError:
+        return []
+    if not isinstance(message, dict) or message.get("type") != "invokefunction":
+        return []
+    name = message.get("invocation_id")
+    return [name] if isinstance(name, str) else []
 
 
 def test_hostile_messages_of_an_engine_are_survived():
@@ -398,8 +412,10 @@ def test_hostile_messages_of_an_engine_are_survived():
                         "data": {"n": number},
                     }
                 )
-                while peer.message("invocationresult").get("invocation_id") != f"i{number}":
-                    pass
+                answered = []
+                while (name := peer.message("invocationresult")["invocation_id"]) != f"i{number}":
+                    answered.append(name)
+                assert answered == owed(words), words[:80]
             assert engine.connections == 1
             assert [call.data for call in heard if call.id == "i3"] == [{"n": 3}]
         finally:

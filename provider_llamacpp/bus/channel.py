@@ -47,11 +47,16 @@ log = logging.getLogger(__name__)
 def channel_url(engine_url: str, ref: WriterRef, direction: Literal["read", "write"]) -> str:
     """Where one end of a channel is: the engine's address with its query kept (7.2)."""
     base = urlsplit(engine_url)
-    path = f"{base.path.rstrip('/')}/ws/channels/{quote(ref.channel_id, safe='')}"
-    query = f"key={quote(ref.access_key, safe='')}&dir={direction}"
+    path = f"{base.path.rstrip('/')}/ws/channels/{_quoted(ref.channel_id)}"
+    query = f"key={_quoted(ref.access_key)}&dir={direction}"
     if base.query:
         query = f"{base.query}&{query}"
     return urlunsplit((base.scheme, base.netloc, path, query, ""))
+
+
+def _quoted(text: str) -> str:
+    # JSON can hold half a surrogate pair, an address cannot.
+    return quote(text, safe="", errors="replace")
 
 
 def connect(

@@ -142,7 +142,7 @@ class Conversation:
     # -- calls to us ----------------------------------------------------------------------
 
     def _on_call(self, message: wire.Message) -> None:
-        invocation = Invocation(message, str(message["function_id"]), self._answer)
+        invocation = Invocation(message, str(message.get("function_id")), self._answer)
         handler = self._registrations.handler(invocation.function_id)
         if handler is None:
             invocation.fail("function_not_found", f"{invocation.function_id} is not served here")

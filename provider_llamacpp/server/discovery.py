@@ -278,7 +278,7 @@ class Discovery:
 
 
 def _query(model: str) -> str:
-    return f"?model={quote(model, safe='')}&autoload=false"
+    return f"?model={quote(model, safe='', errors='replace')}&autoload=false"
 
 
 def _rows(reply: Reply) -> list[Mapping[str, Any]] | None:

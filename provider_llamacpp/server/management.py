@@ -166,7 +166,7 @@ class ModelManager:
         """Delete a downloaded ``model`` from the server's disk. Raises as :meth:`load`."""
         row = self._known(target, model, call)
         name = str(row["id"])
-        path = f"/models?model={quote(name, safe='')}"
+        path = f"/models?model={quote(name, safe='', errors='replace')}"
         reply = ask(self._upstream, target, "DELETE", path, timeout=SECONDS, call=call)
         if not reply.ok:
             raise self._refused(reply)
