@@ -361,9 +361,13 @@ class Upstream:
 
 
 def _context(ca_file: str | None, client_cert: str | None) -> ssl.SSLContext:
+    # certifi comes with requests. Its content is asked for and not its file: in a zipapp there is
+    # none, and a temporary copy may have been cleaned away by the time of the first connection.
+    import certifi
+
     try:
         context = ssl.create_default_context(
-            cafile=ca_file or requests.utils.DEFAULT_CA_BUNDLE_PATH
+            cafile=ca_file, cadata=None if ca_file else certifi.contents()
         )
     except OSError as error:
         raise SettingsError(f"ca_file: no CA certificates can be read there ({error})") from error
