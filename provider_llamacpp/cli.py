@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         return complete()
     from .errors import ProviderLlamacppError, SettingsError
-    from .settings import from_environment, unknown_variables
+    from .settings import check_files, from_environment, unknown_variables
 
     options = parser(arguments).parse_args(arguments)
     if options.manifest:
@@ -197,6 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         flags = {name: getattr(options, name, None) for name in SETTING_FLAGS}
         settings = from_environment(os.environ, **flags)
+        if options.command != "service":  # its unit may be for another machine
+            check_files(settings)
     except SettingsError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
@@ -220,9 +222,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in LOCAL_PACKAGES:
             raise
+        from .commands.installing import pip_install
+
         print(
-            f"{PROGRAM}: the embedded engine needs the package {package}: "
-            f"pip install '{PROGRAM}[local]' (in a checkout: pip install '.[local]')",
+            f"{PROGRAM}: the embedded engine needs the package {package}: {pip_install('local')}",
             file=sys.stderr,
         )
         return 1

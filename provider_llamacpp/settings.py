@@ -184,6 +184,31 @@ def _split(name: str, url: str) -> Any:
     return parts
 
 
+def check_files(settings: Settings) -> None:
+    """Read the files with certificates, so that one that is missing is told of at the start and
+    not by the first connection that needs it.
+
+    :raises SettingsError: naming the setting whose file cannot be used
+    """
+    if not settings.ca_file and not settings.client_cert:
+        return
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    readers = (
+        ("ca_file", settings.ca_file, "CA certificates", context.load_verify_locations),
+        ("client_cert", settings.client_cert, "certificate and key", context.load_cert_chain),
+    )
+    for name, path, what, read in readers:
+        try:
+            if path:
+                read(path)
+        except OSError as error:  # ssl.SSLError is one
+            why = error.strerror or error
+            flag = "--" + name.replace("_", "-")
+            raise SettingsError(f"{name} {path}: no {what} there ({why}) ({flag})") from error
+
+
 def tool_names(text: str) -> tuple[str, ...]:
     """``allow_server_tools`` as it is written: names with commas; true stands for ``read``."""
     lowered = text.strip().lower()

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .checks import Finding, fault, ok, skipped, warning
+from .installing import pip_install
 from .terminal import size
 
-DISTRIBUTION = "provider-llamacpp"
 PACKAGES: Mapping[str, str] = {
     "requests": "2.32.2",
     "urllib3": "2",
@@ -69,7 +69,7 @@ def packages(version: Callable[[str], str] = importlib.metadata.version) -> Find
             found[name] = None
     missing = [name for name in PACKAGES if found[name] is None]
     old = [name for name, least in PACKAGES.items() if _older(found[name], least)]
-    remedy = f"pip install --upgrade {DISTRIBUTION}"
+    remedy = pip_install(upgrade=True)
     if missing:
         text = f"missing: {', '.join(missing)}"
         return fault("packages", text, remedy, versions=found)
@@ -78,7 +78,7 @@ def packages(version: Callable[[str], str] = importlib.metadata.version) -> Find
         return warning("packages", text, remedy, versions=found)
     text = f"all {len(PACKAGES)} are there, and none is too old"
     if found["rich"] is None:
-        more = f"for colours and live figures: pip install '{DISTRIBUTION}[terminal]'"
+        more = f"for colours and live figures: {pip_install('terminal')}"
         return ok("packages", text, more, versions=found)
     return ok("packages", text, versions=found)
 

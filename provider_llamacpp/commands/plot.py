@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ProviderLlamacppError
 from .figures import Spread
+from .installing import pip_install
 
 if TYPE_CHECKING:
     from .measuring import PathName
@@ -41,9 +42,7 @@ def check(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise ProviderLlamacppError(f"--plot {path}: must end in {' or '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ProviderLlamacppError(
-            "--plot needs matplotlib: pip install 'provider-llamacpp[bench]'"
-        )
+        raise ProviderLlamacppError(f"--plot needs matplotlib: {pip_install('bench')}")
     if not os.access(path.parent, os.W_OK) or path.is_dir():
         raise ProviderLlamacppError(f"--plot {path}: cannot be written")
 
