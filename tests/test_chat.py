@@ -4,9 +4,10 @@ import io
 
 import pytest
 
-from provider_llamacpp import BusError, cli
+from provider_llamacpp import BusError, Settings, cli
 from provider_llamacpp.commands import chat
 from provider_llamacpp.local import model as demo
+from provider_llamacpp.local.stack import LocalStack
 
 USAGE = {"input": 12, "output": 3}
 
@@ -100,14 +101,56 @@ class Answers:
     ],
 )
 def test_the_first_model_of_the_provider_is_taken(answer):
-    assert chat.pick_model(Answers(answer), None, "llamacpp") == "m"
-    assert chat.pick_model(Answers(answer), "wanted", "llamacpp") == "wanted"
+    assert chat.pick_model(Answers(answer), None, "llamacpp") == ("m", None)
 
 
 @pytest.mark.parametrize("answer", [{"models": []}, None, {"models": ["x", {}]}])
 def test_no_model_is_said_with_the_remedy(answer):
     with pytest.raises(BusError, match="--model"):
         chat.pick_model(Answers(answer), None, "llamacpp")
+
+
+def listed(*ids, router_mode=False):
+    models = [{"id": each, "aliases": [each, f"{each}-too"]} for each in ids]
+    return {"router_mode": router_mode, "models": models}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "answer", "taken", "words"),
+    [
+        ("demo", listed("demo"), "demo", None),
+        ("demo-too", listed("demo"), "demo-too", None),
+        ("llamacpp::demo", listed("demo"), "llamacpp::demo", None),
+        ("typo", listed("demo"), "demo", "knows no model 'typo'; its only one, demo, answers"),
+        ("b", listed("a", "b", router_mode=True), "b", None),
+        ("typo", listed("a", "b", router_mode=True), "typo", "no model 'typo'; it has a, b"),
+        ("typo", listed("a", router_mode=True), "typo", "no model 'typo'; it has a"),
+        ("typo", listed(*"abcdefg"), "typo", "it has a, b, c, d, e, ..."),
+        ("typo", listed(), "typo", None),
+        *(("typo", answer, "typo", None) for answer in (None, {}, {"models": [{}]}, [])),
+    ],
+)
+def test_a_name_that_nobody_knows_is_told(wanted, answer, taken, words):
+    model, note = chat.pick_model(Answers(answer), wanted, "llamacpp")
+    assert model == taken
+    assert (note is None) if words is None else note.endswith(words)
+
+
+def test_a_worker_that_cannot_list_models_is_asked_all_the_same():
+    class Old:
+        def call(self, function_id, data):
+            assert function_id == "provider::pi5::models_list"
+            raise BusError("function_not_found", "no")
+
+    assert chat.pick_model(Old(), "m", "pi5") == ("m", None)
+
+
+def test_a_server_of_one_model_is_shown_by_its_own_name(llama, capsys):
+    with LocalStack(Settings(api_url=llama.url)) as stack:
+        assert cli.main(["chat", "--url", stack.settings.url, "--model", "typo", "hi"]) == 0
+    told = capsys.readouterr()
+    assert "knows no model 'typo'; its only one, demo, answers" in told.err
+    assert told.out.splitlines()[-1].startswith("[demo, stop: end, ")
 
 
 def test_the_whole_path(llama, capsys):

@@ -124,6 +124,9 @@ class Worker:
     def stats(self):
         return {"server": {"models": []}, "active_streams": self.streams}
 
+    def stop(self, drain=None):
+        self.stops = [*getattr(self, "stops", []), drain]
+
 
 def kept(capsys, worker, **llama):
     llama = {
@@ -137,7 +140,7 @@ def kept(capsys, worker, **llama):
     stack = SimpleNamespace(settings=Settings(), worker=worker, llama=SimpleNamespace(**llama))
     terminal = Terminal(sys.stdout)
     notes = Terminal(sys.stderr)
-    code = local._keep(stack, Settings(log_level="error"), terminal, notes)
+    code = local._keep(stack, Settings(log_level="error"), terminal, notes, None)
     return code, capsys.readouterr()
 
 
@@ -171,9 +174,38 @@ def test_a_server_that_dies_ends_it_with_its_last_words(capsys):
 
 @pytest.mark.parametrize("streams", [0, 2])
 def test_an_interrupt_waits_for_streams_and_says_so(capsys, streams):
-    code, told = kept(capsys, Worker(KeyboardInterrupt, streams=streams))
+    worker = Worker(KeyboardInterrupt, streams=streams)
+    code, told = kept(capsys, worker)
     assert code == 0
+    assert worker.stops == [None]
     assert ("Ctrl-C again" in told.err) is bool(streams)
+
+
+class Draining(Worker):
+    """Waits for its streams until it is told to hurry."""
+
+    def __init__(self):
+        super().__init__(KeyboardInterrupt, streams=1)
+        self.hurry = threading.Event()
+        self.ended = False
+
+    def stop(self, drain=None):
+        super().stop(drain)
+        if drain == 0:
+            self.hurry.set()
+        else:
+            # The second Ctrl-C, which reaches the main thread.
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            assert self.hurry.wait(PATIENCE)
+            self.ended = True
+
+
+def test_a_second_interrupt_ends_the_waiting_and_not_the_stop(capsys):
+    worker = Draining()
+    code, _ = kept(capsys, worker)
+    assert code == 0
+    assert worker.stops == [None, 0]
+    assert worker.ended
 
 
 def test_an_interrupt_while_it_starts(monkeypatch, llama):
@@ -187,7 +219,8 @@ def test_an_interrupt_while_it_starts(monkeypatch, llama):
 def test_once_it_is_up_it_is_kept(monkeypatch, llama, capsys):
     seen = []
 
-    def keep(stack, settings, terminal, notes):
+    def keep(stack, settings, terminal, notes, taken):
+        assert taken is None
         seen.append(local.facts(stack))
         return 5
 
@@ -453,6 +486,19 @@ def test_another_id_and_a_key_are_in_the_lines():
     assert 'chat --id pi5 "Hello"' in text
     assert '"Authorization: Bearer $PI5_API_KEY"' in text
     assert "very-secret" not in text
+
+
+def test_a_usual_port_that_is_taken_is_told(taken, llama, monkeypatch, capsys):
+    monkeypatch.setattr(local, "DEFAULT_URL", f"ws://127.0.0.1:{taken}")
+
+    def interrupted(self, timeout):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("provider_llamacpp.worker.ProviderWorker.wait", interrupted)
+    assert cli.main(["local", "--api-url", llama.url, "--log-level", "error"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("engine        ws://127.0.0.1:")
+    assert first.endswith(f" (port {taken} is taken)")
 
 
 def test_the_lines_for_windows():

@@ -130,23 +130,43 @@ class Display:
         self._out.flush()
 
 
-def pick_model(caller: Caller, wanted: str | None, provider: str) -> str:
-    """``wanted``, or the first model of ``provider`` in the router's catalog.
+def pick_model(caller: Caller, wanted: str | None, provider: str) -> tuple[str, str | None]:
+    """``wanted``, or the first model of ``provider`` in the router's catalog; and what is to be
+    said of a name that nobody knows.
 
     :raises BusError: if the router lists none
     """
     if wanted:
-        return wanted
+        return _named_model(caller, wanted, provider)
     answer = caller.call("router::models::list", {"provider": provider})
     rows = answer.get("models", answer) if isinstance(answer, dict) else answer
     for row in rows if isinstance(rows, list) else ():
         if isinstance(row, dict) and row.get("provider") == provider and row.get("id"):
-            return str(row["id"])
+            return str(row["id"]), None
     raise BusError(
         "router/no_provider_for_model",
         f"the router lists no model of {provider!r}: is llama-server up, and the worker "
         "registered? provider-llamacpp doctor says why; --model names one all the same",
     )
+
+
+def _named_model(caller: Caller, wanted: str, provider: str) -> tuple[str, str | None]:
+    """A server of one model answers to any name: the model's own is taken then, so that what is
+    shown is what answered. A server of many refuses a name that it does not know."""
+    try:
+        answer = caller.call(f"provider::{provider}::models_list", {})
+        models = [(str(row["id"]), row["aliases"]) for row in answer["models"]]
+        router_mode = answer["router_mode"]
+    except (BusError, LookupError, TypeError):
+        return wanted, None  # an older worker, or a server that does not answer: the turn will tell
+    name = wanted.removeprefix(f"{provider}::")
+    if not models or any(name == id or name in aliases for id, aliases in models):
+        return wanted, None
+    if router_mode or len(models) > 1:
+        known = ", ".join(id for id, _ in models[:5]) + (", ..." if len(models) > 5 else "")
+        return wanted, f"llama-server knows no model {wanted!r}; it has {known}"
+    only = models[0][0]
+    return only, f"llama-server knows no model {wanted!r}; its only one, {only}, answers"
 
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
@@ -162,7 +182,9 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
             local = stack.enter_context(LocalStack(settings, model=model))
             settings, model = local.settings, None
         caller = stack.enter_context(Caller(settings))
-        model = pick_model(caller, model, settings.id)
+        model, note = pick_model(caller, model, settings.id)
+        if note is not None:
+            print(f"provider-llamacpp: {printable(note)}", file=sys.stderr)
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         display = Display(sys.stdout, colour=colour)
         converse(caller, display, settings.id, model, options)

@@ -24,6 +24,7 @@ from .terminal import Terminal, hold_logs, size
 
 if TYPE_CHECKING:
     from ..local.stack import LocalStack
+    from ..worker import ProviderWorker
     from .terminal import Progress
 
 DESCRIPTION = """\
@@ -88,24 +89,29 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
         with ExitStack() as parts:
             with notes.progress("llama-server") as progress:
                 waiting = Waiting(progress, options.model, os.environ)
+                port = choose_port(options.port)
                 stack = LocalStack(
                     settings,
                     model=options.model,
                     # A download takes as long as it takes; who waits sees how far it is.
                     ready_timeout=float("inf"),
                     progress=waiting.update,
-                    engine_port=choose_port(options.port),
+                    engine_port=port,
                 )
                 parts.enter_context(stack)
-            return _keep(stack, settings, terminal, notes)
+            taken = None if port or options.port is not None else _usual_port()
+            return _keep(stack, settings, terminal, notes, taken)
     except KeyboardInterrupt:
         return 0
 
 
-def _keep(stack: LocalStack, settings: Settings, terminal: Terminal, notes: Terminal) -> int:
+def _keep(
+    stack: LocalStack, settings: Settings, terminal: Terminal, notes: Terminal, taken: int | None
+) -> int:
+    """:param taken: the port that the engine would have had"""
     from ..logs import set_up
 
-    for line in hints(stack.settings, facts(stack)):
+    for line in hints(stack.settings, facts(stack), taken=taken):
         terminal.line(line)
     set_up(settings.log_level, settings.log_json)
     try:
@@ -118,7 +124,20 @@ def _keep(stack: LocalStack, settings: Settings, terminal: Terminal, notes: Term
     except KeyboardInterrupt:
         if stack.worker.stats()["active_streams"]:
             notes.line("waiting for the streams that run; Ctrl-C again cuts them")
+        _stop(stack.worker)
     return 0
+
+
+def _stop(worker: ProviderWorker) -> None:
+    """Stop the worker before what it is connected to, or it would complain of the loss. On a thread
+    of its own, so that a second Ctrl-C ends the waiting and not the stop."""
+    stopping = threading.Thread(target=worker.stop, name="stop")
+    try:
+        stopping.start()
+        stopping.join()
+    except KeyboardInterrupt:
+        worker.stop(drain=0)
+        stopping.join()
 
 
 def _check_model(model: str | None) -> None:
@@ -242,13 +261,19 @@ def facts(stack: LocalStack) -> dict[str, Any]:
 
 
 def hints(
-    settings: Settings, server: Mapping[str, Any], *, windows: bool = os.name == "nt"
+    settings: Settings,
+    server: Mapping[str, Any],
+    *,
+    taken: int | None = None,
+    windows: bool = os.name == "nt",
 ) -> Iterator[str]:
     """What runs where, and lines to paste.
 
     :param settings: of the worker that runs
+    :param taken: the port that the engine would have had
     """
-    yield f"engine        {settings.url}"
+    other = "" if taken is None else f" (port {taken} is taken)"
+    yield f"engine        {settings.url}{other}"
     yield f"llama-server  {server['url']} ({server['origin']})"
     models = server["models"]
     for each in models[:5]:
