@@ -280,7 +280,7 @@ def _log_stream(run: StreamRun, traceparent: str | None) -> None:
     rate = facts["tokens_per_second"]
     call_log.info(
         "stream %d request=%s model=%s phase=%s seconds=%.3f tokens=%d tokens_per_second=%s "
-        "usage=%s outcome=%s%s%s",
+        "input=%s output=%s cached=%s outcome=%s%s%s",
         facts["stream"],
         facts["request"],
         facts["model"],
@@ -288,7 +288,7 @@ def _log_stream(run: StreamRun, traceparent: str | None) -> None:
         facts["seconds"],
         facts["tokens"],
         "-" if rate is None else f"{rate:.1f}",
-        facts["usage"],
+        *(facts["usage"].get(name, "-") for name in ("input", "output", "cache_read")),
         run.outcome,
         error,
         trace,

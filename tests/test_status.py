@@ -7,6 +7,7 @@ import io
 import json
 import queue
 import re
+import signal
 import threading
 import time
 from contextlib import contextmanager
@@ -223,7 +224,7 @@ def test_the_phases_of_a_stream(peers):
         assert facts["tokens_per_second"] > 0
         peers.feed(FINISH)
     facts = run.summary()
-    assert (facts["phase"], facts["tokens"], run.outcome) == ("generating", 9, "end")
+    assert (facts["phase"], facts["tokens"], run.outcome) == ("done", 9, "end")
     assert facts["seconds"] == run.summary()["seconds"]  # the time stands still
 
 
@@ -324,7 +325,7 @@ def stream(caller, text, **more):
 
 
 def test_running_streams_over_the_bus(llama_factory):
-    server = llama_factory("loop", parallel=1, ctx_size=8192)
+    server = llama_factory("loop", parallel=1, ctx_size=65536)
     with stack_on(server.url) as (_, ask, caller):
         frames = stream(caller, "hi", resolution_key="first")
         assert next(frames)["type"] == "start"
@@ -350,7 +351,7 @@ def test_running_streams_over_the_bus(llama_factory):
             1,
         )
         assert server_facts["models"] == [
-            a_model("loop", state="loaded", context_window=8192, slots=1)
+            a_model("loop", state="loaded", context_window=65536, slots=1)
         ]
         for key in ("second", "first"):  # or it would get the slot
             caller.call("provider::llamacpp::abort", {"request_id": key})
@@ -461,6 +462,7 @@ def some_stats(*streams, **more):
         "uptime": 7400.0,
         "connected": True,
         "reconnects": 2,
+        "resumes": 0,
         "server": {
             "state": "ready",
             "seconds": 100.0,
@@ -611,6 +613,30 @@ def test_the_other_providers_are_on_the_page():
     assert "beside it pi5 at http://pi5:8080: away, 1 stream\n" in text
     assert "beside it pi6 at an unknown address: not asked yet, 2 streams" in text
     assert "beside it llamacpp" not in text
+
+
+def test_the_terminals_own_word_for_ctrl_c_has_a_line_of_its_own():
+    pytest.importorskip("rich")
+    facts = some_stats()
+    lines = drawn(status.Look(facts, 1.0), rich=True)
+    assert lines[-2:] == [status._totals(facts), ""]
+
+
+def test_ctrl_c_waits_until_the_picture_is_whole():
+    drawn_to_its_end = False
+    with pytest.raises(KeyboardInterrupt), status.whole():
+        signal.raise_signal(signal.SIGINT)
+        drawn_to_its_end = True
+    assert drawn_to_its_end
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    thread = threading.Thread(target=lambda: status.whole().__enter__())
+    thread.start()
+    thread.join(PATIENCE)
+
+
+def test_streams_that_were_taken_up_again_are_counted_on_the_page():
+    assert "taken up" not in status._totals(some_stats())
+    assert ", 3 taken up again, 2 reconnects" in status._totals(some_stats(resumes=3))
 
 
 def test_a_small_terminal_shows_what_fits():

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +154,24 @@ def _display(
 
     with Live(drawn(first), console=terminal.console, auto_refresh=False) as live:
         for look in looks:
-            live.update(drawn(look), refresh=True)
+            with whole():
+                live.update(drawn(look), refresh=True)
+
+
+@contextmanager
+def whole() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block: half a picture cannot be drawn over."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _missing(error: BusError, function_id: str, settings: Settings) -> str:
@@ -231,12 +250,14 @@ def renderable(terminal: Terminal, content: Page) -> Group:
     """A page for the live display of ``rich``."""
     from rich.console import Group
 
+    # The cursor rests on an empty line: the terminal's own "^C" behind a full one would start
+    # another, and leave one line more than the display takes back.
     return Group(
         *(
             terminal.rich_table(each.columns, each.rows)
             if isinstance(each, Grid)
             else terminal.rich_text(*each)
-            for each in content
+            for each in [*content, ()]
         )
     )
 
@@ -355,6 +376,8 @@ def _totals(stats: Stats) -> str:
     usage = stats["usage"]
     if usage:
         text += f", {short(usage.get('input', 0))} tokens in, {short(usage.get('output', 0))} out"
+    if stats.get("resumes"):
+        text += f", {stats['resumes']} taken up again"
     if stats["reconnects"]:
         text += f", {stats['reconnects']} reconnects"
     return text
