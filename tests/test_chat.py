@@ -1,8 +1,11 @@
 """``chat``: what a person sees, and the whole path in one process."""
 
 import io
+import logging
+import re
 
 import pytest
+from screen import Screen, Style
 
 from provider_llamacpp import BusError, Settings, cli
 from provider_llamacpp.commands import chat
@@ -49,7 +52,7 @@ def test_thoughts_stand_apart_and_figures_come_last():
 def test_calls_and_warnings_are_shown():
     call = {"type": "function_call", "id": "1", "function_id": "fs::ls", "arguments": {"p": "/"}}
     text, _ = shown([done([call], warnings=["thinking is best effort"])])
-    assert "call fs::ls({'p': '/'})" in text
+    assert 'call fs::ls({"p": "/"})' in text
     assert "warning: thinking is best effort" in text
 
 
@@ -74,6 +77,72 @@ def test_a_model_cannot_steer_the_terminal():
     assert "\x1b" not in text
     assert "\x9b" not in text
     assert "a\\x1b]0;title\\x07b\tc\nd" in text
+
+
+THOUGHT = "The caller wants the weather, so both towns have to be asked for at the same time. "
+ANSWER = "It rains in both of them, 雨が降っています, and it will go on to do so until the evening."
+TOWNS = {"cities": ["Köln", "Bad Neuenahr-Ahrweiler"], "unit": "celsius", "days": [1, 2, 3]}
+TURN = [
+    {"type": "start"},
+    {"type": "thinking_start"},
+    *({"type": "thinking_delta", "delta": each} for each in re.findall(r"\S+\s*", THOUGHT)),
+    {"type": "thinking_end"},
+    {"type": "text_start"},
+    *({"type": "text_delta", "delta": each} for each in re.findall(r"\S+\s*", ANSWER)),
+    {"type": "text_end"},
+    done(
+        [{"type": "function_call", "function_id": "weather::get", "arguments": TOWNS}],
+        model="qwen3-0.6b-q4_k_m",
+        stop_reason="function_call",
+        warnings=["thinking is best effort"],
+    ),
+]
+DIMMED, BOLD = Style(marks=frozenset({"dim"})), Style(marks=frozenset({"bold"}))
+
+
+@pytest.mark.parametrize("colour", [True, False])
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_turn_on_a_terminal_of_fixed_width(columns, colour):
+    screen = Screen(columns, 40).write(shown(TURN, colour=colour)[0])
+    lines = screen.text()
+    assert max(map(len, lines)) <= columns
+    heads = ("(thinking) ", "It rains", "call weather::get(", "warning: ", "[qwen3-0.6b-q4_k_m, ")
+    # Each begins a line, in this order.
+    starts = [next(at for at, line in enumerate(lines) if line.startswith(head)) for head in heads]
+    assert starts == sorted(starts)
+    # And nothing of it is lost where a line is full.
+    text = re.sub(r"\s", "", "".join(lines))
+    for part in (THOUGHT, ANSWER, '"Köln", "Bad Neuenahr-Ahrweiler"', "12 tokens in, 3 out"):
+        assert re.sub(r"\s", "", part) in text
+    plain = {Style()}
+    assert (
+        screen.styles("(thinking)")
+        == screen.styles("The caller")
+        == ({DIMMED} if colour else plain)
+    )
+    assert screen.styles("same time") == ({DIMMED} if colour else plain)
+    assert screen.styles("It rains in both") == plain
+    assert screen.styles("call") == ({BOLD} if colour else plain)
+    assert screen.styles("weather::get") == plain
+    assert screen.styles("[qwen3") == ({DIMMED} if colour else plain)
+    # What the shell writes next is not dimmed.
+    assert screen.write("$ ").styles("$") == plain
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize("end", ["abort", "error"])
+def test_a_turn_that_ends_early_leaves_the_terminal_as_it_was(columns, end):
+    out = io.StringIO()
+    display = chat.Display(out, colour=True)
+    for frame in TURN[:8]:
+        display.show(frame)
+    if end == "abort":
+        display.aborted()
+    else:
+        display.show({"type": "error", "error": {"error_kind": "transient"}})
+    screen = Screen(columns).write(out.getvalue()).write("$ ")
+    assert screen.text()[-1] == "$"
+    assert screen.styles("$") == {Style()}
 
 
 def test_an_error_after_text_starts_on_a_line_of_its_own():
@@ -159,6 +228,17 @@ def test_the_whole_path(llama, capsys):
     assert code == 0
     assert lines[:2] == [f"(thinking) {demo.THOUGHT}", demo.SENTENCE]
     assert lines[2].startswith("[demo, stop: end, ")
+
+
+def test_a_call_is_one_line_of_the_log(llama, caplog):
+    caplog.set_level(logging.INFO, "provider_llamacpp")
+    assert cli.main(["chat", "--local", "--api-url", llama.url, "hello"]) == 0
+    (line,) = [each.getMessage() for each in caplog.records if "outcome=" in each.getMessage()]
+    assert re.fullmatch(
+        r"stream 1 request=\S+ model=demo phase=done seconds=\d+\.\d{3} tokens=\d+ "
+        r"tokens_per_second=\d+\.\d input=\d+ output=\d+ cached=\d+ outcome=end",
+        line,
+    ), line
 
 
 def test_a_system_prompt_reaches_the_server(llama, capsys):

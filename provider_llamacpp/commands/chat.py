@@ -6,6 +6,7 @@ What a model writes may steer a terminal, so escape and control characters are s
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import threading
@@ -85,7 +86,8 @@ class Display:
     def _end(self, message: dict[str, Any]) -> None:
         for block in message.get("content", ()):
             if block.get("type") == "function_call":
-                call = f"{block.get('function_id')}({block.get('arguments')})"
+                arguments = json.dumps(block.get("arguments"), ensure_ascii=False)
+                call = f"{block.get('function_id')}({arguments})"
                 self._line(f"{self._style(BOLD)}call{self._style(RESET)} {printable(call)}")
         for warning in message.get("warnings") or ():
             self._line(f"warning: {printable(warning)}")
