@@ -6,7 +6,10 @@ JOBS ?= 4
 # The warnings of build tools are no news to who wants to run something.
 INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check format dist clean bench chaos audit
+# Empty: the many processes of the tests are to share what the first has compiled.
+export PYTHONDONTWRITEBYTECODE =
+
+.PHONY: demo test thorough check format dist clean bench chaos audit
 
 $(VENV)/.demo: setup.cfg pyproject.toml
 	@echo "installing into $(VENV), which takes a minute the first time ..."
@@ -33,13 +36,17 @@ TEST = pytest -n $(JOBS) --reruns 1
 test: $(VENV)/.dev
 	$(BIN)/python -m $(TEST)
 
+# The tests that take their minutes, which "make test" leaves out.
+thorough: $(VENV)/.dev
+	$(BIN)/python -m $(TEST) --thorough -m thorough
+
 # Format, lint, strict types, tests with coverage of lines and branches.
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m $(TEST)
+	$(BIN)/coverage run -m $(TEST) --thorough
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

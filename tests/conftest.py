@@ -4,6 +4,9 @@
 id ``demo``, embeddings, metrics and slots on, no API key. ``llama_factory`` starts more, for one
 test. Both take the ``llama-server`` program when there is one (``LLAMA_SERVER_BIN`` or PATH), else
 ``xllamacpp``. Tests that need the program itself ask for ``llama_program``.
+
+What takes its minutes is marked ``thorough`` and runs with ``--thorough`` only, which also tries ten
+times as many examples of a property: ``make thorough``, ``make check`` and CI do.
 """
 
 from __future__ import annotations
@@ -24,8 +27,17 @@ from provider_llamacpp.local.model import Variant, write_model
 READY_SECONDS = 60.0
 
 # A busy machine is slow, and that is no fault of the code.
-hypothesis.settings.register_profile("unhurried", deadline=None)
-hypothesis.settings.load_profile("unhurried")
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="also what takes its minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the tests are imported: a property takes its settings when it is made."""
+    hypothesis.settings.load_profile("thorough" if config.getoption("--thorough") else "quick")
 
 
 class LlamaFactory(Protocol):
@@ -45,14 +57,18 @@ class LlamaFactory(Protocol):
     ) -> LlamaServer: ...
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark by fixture, so that no test can forget it."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark by fixture, so that no test can forget it; leave out what was not asked for."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "llama" in fixtures or "llama_factory" in fixtures:
             item.add_marker(pytest.mark.llama)
         if "llama_program" in fixtures:
             item.add_marker(pytest.mark.llama_bin)
+    if not config.getoption("--thorough"):
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def _need_a_server() -> None:

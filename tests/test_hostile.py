@@ -152,6 +152,7 @@ def test_an_answer_that_never_ends(delta):
     assert drunk.peak < 12 * 8 * MIB
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["new ids", "new indices", "no index"])
 def test_a_hundred_thousand_calls(way):
     def call(number):
@@ -426,6 +427,7 @@ def test_hostile_messages_of_an_engine_are_survived():
 # --- more than there is room for ---------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_thousand_streams_at_once():
     """The configured number runs; each of the others is told at once, while these still run."""
     offered, limit = 1000, 64

@@ -26,7 +26,7 @@ them on purpose, put the new ones here (the failure shows them) and into docs/pe
 TOLERANCE = 0.10
 FEW, TOKENS = 64, 1024
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.thorough]
 
 
 def instructions(tokens: int, batch: int) -> int:
