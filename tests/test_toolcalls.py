@@ -1,9 +1,11 @@
 """What the frames cannot show well; the rules of accumulation are in ``test_turn.py``."""
 
+import itertools
 import json
 
 import pytest
 
+from provider_llamacpp import jsontext
 from provider_llamacpp.events.toolcalls import (
     ToolCalls,
     argument_holder,
@@ -67,6 +69,18 @@ def test_a_call_without_arguments_in_an_answer_that_was_cut():
         "arguments": {},
     }
     assert shown(found, cut=True)[0]["arguments"] == {"_partial": True}
+
+
+@pytest.mark.parametrize(("first", "second"), [("a", "a"), ("\ud83d", "\ude00")])
+def test_calls_that_a_server_gave_one_id_are_told_apart(first, second):
+    """Deltas and results find their call by it."""
+    numbers = itertools.count()
+    found = ToolCalls(str, lambda: f"made-{next(numbers)}")
+    for index, given in enumerate((first, second)):
+        found.place({"index": index, "id": given}).absorb({"id": given, "function": {"name": "x"}})
+    assert [call["id"] for call in shown(found)] == [jsontext.whole(first), "made-0"]
+    # To the server it is the id it gave.
+    assert found.place({"index": 1, "id": second}) is found.place({"index": 1})
 
 
 def test_what_absorb_tells():

@@ -17,19 +17,22 @@ MAX_INDEX = 128
 class ToolCall:
     """One call.
 
-    :attr id: as the server gave it, or made up once it had to be shown; empty until then
+    :param own: makes an id that no other call of the answer has, of the one that was given
+    :attr id: as the server gave it, or made up once it had to be shown; empty until then. One that
+        another call has already is made up too: deltas and results are told apart by it
     :attr server_id: as the server gave it, empty if it gave none
     :attr name: as the server gave it (encoded); empty until it came
     """
 
-    __slots__ = ("_encoded", "_size", "arguments", "id", "index", "name", "server_id")
+    __slots__ = ("_encoded", "_own", "_size", "arguments", "id", "index", "name", "server_id")
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, own: Callable[[str], str]) -> None:
         self.index = index
         self.id = ""
         self.server_id = ""
         self.name = ""
         self.arguments = Slices()
+        self._own = own
         self._encoded = b""
         self._size = -1
 
@@ -40,7 +43,7 @@ class ToolCall:
         if given and not self.server_id:
             self.server_id = given
             # One that was made up and shown is kept.
-            self.id = self.id or jsontext.whole(given)
+            self.id = self.id or self._own(jsontext.whole(given))
             changed = True
         if name and not self.name:
             self.name = name
@@ -69,6 +72,7 @@ class ToolCalls:
         self._decode_name = decode_name
         self._call_id = call_id
         self._all: list[ToolCall] = []
+        self._ids: set[str] = set()
         # The newest call of each index, and of all; None is one that is ignored.
         self._newest: dict[int, ToolCall | None] = {}
         self._last: ToolCall | None = None
@@ -112,10 +116,16 @@ class ToolCalls:
         if len(self._all) > MAX_INDEX:
             self._newest[index] = None
             return None
-        call = ToolCall(index)
+        call = ToolCall(index, self._own)
         self._newest[index] = call
         self._all.append(call)
         return call
+
+    def _own(self, given: str) -> str:
+        """``given`` if it is one, and no other call has it; else one that is made up."""
+        name = self._call_id() if not given or given in self._ids else given
+        self._ids.add(name)
+        return name
 
     def encoded(self, *, cut: bool) -> list[bytes]:
         """The content blocks of the calls that have a name, by index, then by arrival.
@@ -126,7 +136,7 @@ class ToolCalls:
         blocks = []
         for call in sorted(self._all, key=lambda each: each.index):
             if call.name:
-                call.id = call.id or self._call_id()
+                call.id = call.id or self._own("")
                 blocks.append(
                     b'{"type":"function_call","id":%b,"function_id":%b,"arguments":%b}'
                     % (
