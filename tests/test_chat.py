@@ -122,7 +122,7 @@ def test_a_turn_on_a_terminal_of_fixed_width(columns, colour):
     )
     assert screen.styles("same time") == ({DIMMED} if colour else plain)
     assert screen.styles("It rains in both") == plain
-    assert screen.styles("call") == ({BOLD} if colour else plain)
+    assert screen.styles("call w") == ({BOLD, Style()} if colour else plain)
     assert screen.styles("weather::get") == plain
     assert screen.styles("[qwen3") == ({DIMMED} if colour else plain)
     # What the shell writes next is not dimmed.

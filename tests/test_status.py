@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import jsonschema
 import pytest
 import requests
+from screen import Screen
 
 from provider_llamacpp import ProviderWorker, Settings, cli
 from provider_llamacpp.calls import Call
@@ -769,6 +770,37 @@ def test_watching_on_a_terminal_draws_in_place(running, interrupted, monkeypatch
     text = out.getvalue()
     assert text.count("engine connected") >= 2
     assert "\x1b[1A" in text  # the cursor went up again
+
+
+@pytest.mark.parametrize("columns", [80, 40, len("0 streams ended")])
+def test_ctrl_c_leaves_one_picture_on_the_screen(columns, running, monkeypatch):
+    """The terminal writes "^C" where the cursor is, which may be behind a line that is full."""
+    pytest.importorskip("rich")
+
+    class Tty(io.StringIO):
+        def isatty(self):
+            return True
+
+    out = Tty()
+    real = status.watch
+
+    def watch(ask, *, pause, interval):
+        looks = real(ask, pause=lambda seconds: None, interval=interval)
+        yield from (next(looks), next(looks))
+        out.write("^C")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(status, "watch", watch)
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("LINES", "40")
+    assert cli.main(["status", "--url", running.settings.url]) == 0
+    screen = Screen(columns, 40).write(out.getvalue())
+    text = "".join(screen.text())
+    for word in ("provider-l", "of 64 streams", "streams ended"):
+        assert text.count(word) == 1, screen.text()
+    assert screen.cursor
 
 
 def test_without_a_worker_it_says_what_to_do(capsys):
