@@ -9,7 +9,7 @@ INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-p
 # Empty: the many processes of the tests are to share what the first has compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test thorough check format dist clean bench chaos audit
+.PHONY: demo test thorough check format dist clean bench record chaos audit
 
 $(VENV)/.demo: setup.cfg pyproject.toml
 	@echo "installing into $(VENV), which takes a minute the first time ..."
@@ -69,10 +69,20 @@ bench: $(VENV)/.bench
 	mkdir -p build
 	$(BIN)/python -m bench --short --json build/bench.json --plot build/bench.png
 
+# The commands at a terminal of 80 columns and 24 lines: recordings and pictures in docs/terminal/.
+record: $(VENV)/.demo
+	$(BIN)/python packaging/record.py
+
 # A minute of faults under a new seed, which is printed and makes the run again: --seed N.
 chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --seconds 40
 	$(BIN)/python -m tests.chaos --seconds 20 --real
+
+# One file that runs with nothing but Python 3.10 or later: build/provider-llamacpp.pyz. It holds
+# bytecode for the Pythons that are found, or for those named: make pyz PYTHONS="python3.11 ..."
+pyz:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python packaging/pyz.py $(addprefix --python ,$(PYTHONS))
 
 # An SBOM of what requirements/ deploys, and what is known against it.
 audit:

@@ -17,9 +17,9 @@ _SET = {"1": "bold", "2": "dim", "3": "italic", "4": "underline", "7": "reverse"
 
 @dataclass(frozen=True)
 class Style:
-    """How a character looks; ``colour`` is 0 to 15, or None for the usual one."""
+    """How a character looks; ``colour`` is 0 to 255, ``#rrggbb``, or None for the usual one."""
 
-    colour: int | None = None
+    colour: int | str | None = None
     marks: frozenset[str] = frozenset()
 
 
@@ -146,10 +146,18 @@ class Screen:
             raise AssertionError(f"unknown control sequence {values}{kind}")
 
     def _look(self, values: list[str]) -> None:
-        for value in values:
+        while values:
+            value, *values = values
             number = int(value)
             if number == 0:
                 self.style = Style()
+            elif number == 38 and values[0] == "5":
+                self.style = replace(self.style, colour=int(values[1]))
+                values = values[2:]
+            elif number == 38 and values[0] == "2":
+                rgb = "".join(f"{int(each):02x}" for each in values[1:4])
+                self.style = replace(self.style, colour=f"#{rgb}")
+                values = values[4:]
             elif value in _SET:
                 self.style = replace(self.style, marks=self.style.marks | {_SET[value]})
             elif number == 39:
