@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from .provider import Provider
 from .recent import RecentErrors
 from .schemas import function_schemas
 from .streaming import OpenChannel, Runs, StreamRun, refuse
+from .summaries import CallSummary, wall_clock
 from .surfaces.context import Context
 from .surfaces.outlet import Outlets
 from .surfaces.table import allowed, surface_schemas
@@ -51,6 +52,8 @@ class Means:
     stats: Callable[[], dict[str, Any]]
     """What the worker does now, for ``status``; must not block."""
     outlets: Outlets
+    tell: Callable[[CallSummary], None] | None = None
+    """Takes what observers are told of a call; returns at once. None: there are none."""
 
 
 class Handlers:
@@ -142,6 +145,8 @@ class Handlers:
         except ProviderError as error:
             self._means.errors.add(name, error.kind, error.message)
             invocation.fail("invocation_failed", f"provider/{error.kind}: {error.message}")
+            call = Call(0, kind, key=key, model=model)
+            self._tell_refused(invocation, name, call, error)
             return
         self._means.pool.submit(self._run_short, invocation, call, name, work)
 
@@ -150,6 +155,7 @@ class Handlers:
     def _run_stream(self, invocation: Invocation, call: Call) -> None:
         means = self._means
         failure: BusError | None = None
+        summary: CallSummary | None = None
         try:
             request = payloads.decode_stream(invocation.data)
             run = StreamRun(
@@ -168,6 +174,8 @@ class Handlers:
                 means.runs.remove(run)
             failure = run.invalid
             _log_stream(run, invocation.traceparent)
+            if means.tell is not None:
+                summary = run.call_summary()
         except InvalidRequest as error:
             failure = _anew(error)
         except Exception as error:
@@ -180,6 +188,8 @@ class Handlers:
                 invocation.fail(failure.code, failure.message)
             else:
                 invocation.reply({"ok": True})
+            if means.tell is not None:
+                means.tell(summary or self._summary(invocation, call, "stream", failure))
 
     def _refuse(self, invocation: Invocation, error: ProviderError) -> None:
         try:
@@ -189,6 +199,7 @@ class Handlers:
             self._means.errors.add("stream refused", error.kind, error.message)
             call_log.info("stream refused: %s", error.message)
             invocation.reply({"ok": True})
+            self._tell_refused(invocation, "stream", call, error)
         except InvalidRequest as invalid:
             invocation.fail(invalid.code, invalid.message)
         except Exception as fault:
@@ -223,6 +234,36 @@ class Handlers:
             invocation.fail(failure.code, failure.message)
             self._means.errors.add(f"{name} {call.number}", failure.code, failure.message)
             call_log.info("%s model=%s seconds=%.3f failed: %s", name, call.model, seconds, failure)
+        if self._means.tell is not None:
+            self._means.tell(self._summary(invocation, call, name, failure))
+
+    def _tell_refused(
+        self, invocation: Invocation, name: str, call: Call, error: ProviderError
+    ) -> None:
+        if self._means.tell is not None:
+            failure = BusError(error.kind, error.message)
+            summary = self._summary(invocation, call, name, failure)
+            self._means.tell(replace(summary, outcome="refused"))
+
+    def _summary(
+        self, invocation: Invocation, call: Call, name: str, failure: BusError | None
+    ) -> CallSummary:
+        outcome: str = call.reason or ("done" if failure is None else "failed")
+        if failure is not None and failure.code == "provider/invalid_request":
+            outcome = "invalid request"
+        return CallSummary(
+            provider=self._provider.id,
+            number=call.number,
+            function=name,
+            outcome=outcome,
+            started_at=wall_clock(call.started),
+            seconds=time.monotonic() - call.started,
+            request_id=call.key,
+            model=call.model,
+            error_kind=None if failure is None else failure.code,
+            error=None if failure is None else failure.message,
+            traceparent=invocation.traceparent,
+        )
 
     def _embed(self, data: object, call: Call) -> object:
         request = payloads.decode_embed(data)

@@ -22,6 +22,7 @@ from .server.discovery import PORTS, Discovery
 from .server.upstream import Upstream
 from .settings import Settings
 from .streaming import OpenChannel, Runs
+from .summaries import CallSummary
 from .surfaces.outlet import Outlets
 
 MAX_WATCHES = 8
@@ -95,6 +96,7 @@ class ServedProvider:
         open_channel: OpenChannel,
         outlets: Outlets,
         stats: Callable[[], dict[str, Any]],
+        tell: Callable[[CallSummary], None] | None,
     ) -> list[Function]:
         """What to register on the bus: see :class:`~provider_llamacpp.handlers.Means`."""
         means = Means(
@@ -107,6 +109,7 @@ class ServedProvider:
             errors=self.errors,
             stats=stats,
             outlets=outlets,
+            tell=tell,
         )
         return Handlers(self.provider, means).functions()
 

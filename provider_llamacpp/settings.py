@@ -14,6 +14,7 @@ from typing import Any, Literal, get_type_hints
 from urllib.parse import urlsplit
 
 from .errors import SettingsError
+from .summaries import Observer
 
 DEFAULT_URL = "ws://127.0.0.1:49134"
 """Numeric on purpose: ``localhost`` may resolve to ``::1`` first (engine protocol 1.1)."""
@@ -23,6 +24,7 @@ DEFAULT_ID = "llamacpp"
 LogLevel = Literal["debug", "info", "warning", "error"]
 ResumeMode = Literal["auto", "on", "off"]
 ENV_PREFIX = "PROVIDER_LLAMACPP_"
+_NO_VARIABLE = frozenset({"also", "on_call"})
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -100,6 +102,13 @@ class Settings:
     """How often the catalog is compared with the server: never stale for a minute."""
     log_level: LogLevel = "info"
     log_json: bool = False
+    tracing: bool = False
+    """Make an OpenTelemetry span of each call, under the caller's ``traceparent``; needs
+    ``opentelemetry-api``, and does nothing until the application, or ``opentelemetry-instrument``,
+    says where spans go."""
+    on_call: Observer | None = field(default=None, repr=False, compare=False)
+    """Told of each call once it is over, on a thread that does nothing else; what it raises is
+    logged. For programs: there is no variable for it."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -251,7 +260,9 @@ def read_ids(texts: Iterable[str]) -> list[tuple[str, str | None]]:
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Variables with our prefix that name no setting: misspelt, most likely."""
-    known = {ENV_PREFIX + each.name.upper() for each in fields(Settings) if each.name != "also"}
+    known = {
+        ENV_PREFIX + each.name.upper() for each in fields(Settings) if each.name not in _NO_VARIABLE
+    }
     return sorted(each for each in environ if each.startswith(ENV_PREFIX) and each not in known)
 
 
@@ -277,7 +288,7 @@ def from_environment(environ: Mapping[str, str], **overrides: Any) -> Settings:
     kinds = get_type_hints(Settings)
     for each in fields(Settings):
         text = environ.get(ENV_PREFIX + each.name.upper(), "")
-        if text.strip() and each.name != "also":
+        if text.strip() and each.name not in _NO_VARIABLE:
             given[each.name] = _parse(each.name, kinds[each.name], text.strip())
     given.update({name: value for name, value in overrides.items() if value is not None})
     ids = given.pop("id", ())

@@ -25,6 +25,7 @@ from .events.assembler import Assembler
 from .events.classify import NOT_LOADED, classify
 from .payloads import StreamRequest, WriterRef
 from .recent import RecentErrors
+from .summaries import CallSummary, wall_clock
 from .transcript.convert import Abilities, Prepared, chat_body
 
 if TYPE_CHECKING:
@@ -252,6 +253,32 @@ class StreamRun:
         first, tokens = self._first_at, self.tokens
         seconds = 0.0 if first is None else (self._ended_at or now) - first
         return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else None
+
+    def call_summary(self) -> CallSummary:
+        """How it went, for who observes calls. It has ended."""
+        started, headers, first = self.call.started, self._headers_at, self._first_at
+        ended = self._ended_at or time.monotonic()
+        usage = self.assembler.usage
+        return CallSummary(
+            provider=self.provider.id,
+            number=self.call.number,
+            function="stream",
+            outcome=self.outcome,
+            started_at=wall_clock(started),
+            seconds=ended - started,
+            request_id=self.call.key,
+            model=self.request.model,
+            waiting=(headers or ended) - started,
+            prompt=None if headers is None else (first or ended) - headers,
+            generating=None if first is None else ended - first,
+            prompt_tokens=usage.get("input"),
+            cached_tokens=usage.get("cache_read"),
+            tokens=self.tokens,
+            tokens_per_second=self.rate(ended),
+            error_kind=self.error.kind if self.error is not None else None,
+            error=self.error.message if self.error is not None else None,
+            traceparent=self._traceparent,
+        )
 
     def summary(self, silence: float | None = None) -> dict[str, Any]:
         """Facts of this stream for logs and ``stats()``; holds no text and no secrets.

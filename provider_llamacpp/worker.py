@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from .errors import FatalError
 from .payloads import WriterRef
 from .served import ServedProvider
 from .settings import Settings
+from .summaries import Reporter
 from .surfaces.outlet import Outlets
 from .watchdog import Watchdog, Watched
 
@@ -42,7 +44,11 @@ class ProviderWorker:
         with ProviderWorker(Settings(url="ws://127.0.0.1:49134")) as worker:
             worker.wait()
 
+    A worker lives in the process that started it: its threads do not come along with a fork. One
+    made before a fork may be started after it, on either side.
+
     :param settings: see :class:`~provider_llamacpp.settings.Settings`
+    :raises SettingsError: ``tracing`` is on and ``opentelemetry-api`` is not installed
     """
 
     def __init__(self, settings: Settings | None = None) -> None:
@@ -54,6 +60,9 @@ class ProviderWorker:
         self._started = self._stopping = False
         self._outlets = Outlets()
         self._started_at: float | None = None
+        self._process: int | None = None
+        """Where it was started."""
+        self._reporter = _reporter(settings)
         self._watch = ChannelWatch(f"{settings.id}-channels")
         self._engine = Engine(
             settings.url,
@@ -84,10 +93,12 @@ class ProviderWorker:
 
         :raises RuntimeError: if it was started before; make a new worker to start again
         """
+        self._check_process()
         with self._state_lock:
             if self._started:
                 raise RuntimeError("this worker was started before; make a new one")
             self._started = True
+        self._process = os.getpid()
         self._started_at = time.monotonic()
         settings = self.settings
         self._pool = ThreadPoolExecutor(
@@ -103,12 +114,15 @@ class ProviderWorker:
                 open_channel=self._open_channel,
                 outlets=self._outlets,
                 stats=partial(self._stats_of, each),
+                tell=None if self._reporter is None else self._reporter.tell,
             ):
                 self._engine.register(function)
             self._engine.register_trigger(
                 "router::ready", f"provider::{each.id}::on_router_ready", {}
             )
         self._engine.on_connect.append(self._connected)
+        if self._reporter is not None:
+            self._reporter.start()
         self._watch.start()
         self._watchdog.start(f"{settings.id}-watchdog")
         self._engine.start()
@@ -119,7 +133,9 @@ class ProviderWorker:
         """Wait until the worker has stopped; False if it still runs after ``timeout`` seconds.
 
         :raises FatalError: if it cannot go on, for example because its name is taken on the bus
+        :raises RuntimeError: after a fork
         """
+        self._check_process()
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._ended.is_set():
             if self._engine.fatal is not None:
@@ -135,10 +151,13 @@ class ProviderWorker:
         """Refuse new calls, let running streams end for ``drain`` seconds, then cut them.
 
         Streams that are cut end with an ``error`` frame of kind ``transient``. Called again, from
-        another thread, it ends a drain that still runs, and waits for the end.
+        another thread, it ends a drain that still runs, and waits for the end. After a fork it does
+        nothing: the worker goes on in the process that started it.
 
         :param drain: seconds; None takes the setting
         """
+        if not self._at_home:
+            return
         with self._state_lock:
             first = self._started and not self._stopping
             self._stopping = self._stopping or self._started
@@ -183,7 +202,10 @@ class ProviderWorker:
             # The calls are over, their answers may still be on the way to the bus. A call that
             # did not end must not hold up the stop, so nobody waits for the pool itself.
             ending = threading.Thread(
-                target=pool.shutdown, kwargs={"cancel_futures": True}, daemon=True
+                target=pool.shutdown,
+                kwargs={"cancel_futures": True},
+                name=f"{self.settings.id}-ending",
+                daemon=True,
             )
             ending.start()
             ending.join(CUT_GRACE)
@@ -192,6 +214,8 @@ class ProviderWorker:
             each.provider.stop(CUT_GRACE)
         self._watchdog.stop(CUT_GRACE)
         self._watch.stop()
+        if self._reporter is not None:
+            self._reporter.stop(CUT_GRACE)
         self._ended.set()
 
     def __enter__(self) -> ProviderWorker:
@@ -209,12 +233,18 @@ class ProviderWorker:
     # -- facts ----------------------------------------------------------------------------
 
     def wait_connected(self, timeout: float) -> bool:
-        """Wait for the engine; False if it was not reached within ``timeout`` seconds."""
+        """Wait for the engine; False if it was not reached within ``timeout`` seconds.
+
+        :raises RuntimeError: after a fork
+        """
+        self._check_process()
         return self._engine.wait_connected(timeout)
 
     @property
     def alive(self) -> bool:
-        """Whether the threads that must always run do."""
+        """Whether the threads that must always run do; False after a fork."""
+        if not self._at_home:
+            return False
         keepers = all(each.provider.alive for each in self._served)
         return keepers and self._watchdog.alive and not self._engine.wait_ended(0)
 
@@ -223,7 +253,9 @@ class ProviderWorker:
         ``timeout`` s.
 
         :raises FatalError: as :meth:`wait`, as soon as it is known
+        :raises RuntimeError: after a fork
         """
+        self._check_process()
         deadline = time.monotonic() + timeout
         for each in self._served:
             ready = each.provider.ready
@@ -234,13 +266,19 @@ class ProviderWorker:
                     return False
         return True
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, provider: str | None = None) -> dict[str, Any]:
         """What the worker does now: plain values, no secrets. Asks nobody and wakes nothing.
 
-        Streams, totals and errors are those of the first provider; ``providers`` lists all of
-        them. Its shape is the response schema of ``provider::<id>::status``.
+        Its shape is the response schema of ``provider::<id>::status``.
+
+        :param provider: whose streams, totals and errors; None is the first one. ``providers``
+            lists all of them
+        :raises KeyError: it has no such provider
+        :raises RuntimeError: after a fork
         """
-        return self._stats_of(self._served[0])
+        self._check_process()
+        by_id = {each.id: each for each in self._served}
+        return self._stats_of(self._served[0] if provider is None else by_id[provider])
 
     def _stats_of(self, served: ServedProvider) -> dict[str, Any]:
         facts = served.facts(self._watchdog.silence)
@@ -256,6 +294,19 @@ class ProviderWorker:
             or served.provider.last_error,
             "providers": [each.brief() for each in self._served],
         }
+
+    @property
+    def _at_home(self) -> bool:
+        """Whether this is the process that started it, if one has."""
+        return self._process in (None, os.getpid())
+
+    def _check_process(self) -> None:
+        # Before any lock is taken: one that another thread held at the fork stays locked for ever.
+        if not self._at_home:
+            raise RuntimeError(
+                f"this worker runs in process {self._process}, and its threads did not come along "
+                f"with the fork to {os.getpid()}: make a new worker here"
+            )
 
     # -- parts ----------------------------------------------------------------------------
 
@@ -289,3 +340,16 @@ class ProviderWorker:
             on_gone=gone,
             call=call,
         )
+
+
+def _reporter(settings: Settings) -> Reporter | None:
+    """What tells observers of calls; None if there are none.
+
+    :raises SettingsError: as :func:`~provider_llamacpp.tracing.span_maker`
+    """
+    observers = [] if settings.on_call is None else [settings.on_call]
+    if settings.tracing:
+        from .tracing import span_maker
+
+        observers.append(span_maker())
+    return Reporter(observers, f"{settings.id}-observers") if observers else None

@@ -11,7 +11,8 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "provider_llamacpp"
 
 LAYERS = [
     {"_version", "errors"},
-    {"settings", "jsontext", "logs", "notify", "recent"},
+    {"jsontext", "logs", "notify", "recent", "summaries"},
+    {"settings", "tracing", "typed"},
     {"calls", "schemas"},
     {"transcript.arguments", "transcript.names"},
     {"fields"},
@@ -47,6 +48,9 @@ LAYERS = [
     {"surfaces.table"},
     {"handlers", "watchdog"},
     {"served"},
+    {"chatstream", "prometheus"},
+    {"client"},
+    {"direct"},
     {"worker"},
     {"cli"},
     {"__main__"},

@@ -137,7 +137,7 @@ def prepare(settings: Settings, options: argparse.Namespace, stack: ExitStack) -
     server = Server(settings)
     target = server.locate(*_where(caller, settings, options.server))
     view = server.view(target)
-    found = view.catalog.find(model) if model else view.default()
+    found = view.catalog.find(model) if model else view.catalog.default()
     if found is None:
         raise ProviderLlamacppError(
             f"llama-server at {target.root} serves no model {model or 'at all'}"

@@ -48,7 +48,7 @@ def check_models(
     Returns the bytes of that one, if they are known.
     """
     yield _states(view)
-    model = view.default()
+    model = view.catalog.default()
     if model is None:
         for step in MODEL_STEPS:
             yield skipped(step, "there is no model")
@@ -104,7 +104,7 @@ def _states(view: View) -> Finding:
     for each in models:
         counts[each.state] = counts.get(each.state, 0) + 1
     words = ", ".join(f"{count} {state}" for state, count in counts.items())
-    chosen = view.default()
+    chosen = view.catalog.default()
     assert chosen is not None
     text = f"{len(models)} models ({words}); a closer look at {chosen.id}: {chosen.state}"
     return ok("model", text, _if(chosen.state == "sleeping", asleep), **facts)

@@ -61,9 +61,11 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _payload(options: argparse.Namespace) -> dict[str, Any]:
+    from ..chatstream import loose_messages
+
     if options.messages is None:
         text = options.prompt if options.file is None else _read(options.file)
-        payload: dict[str, Any] = {"messages": [_message({"role": "user", "content": text})]}
+        payload: dict[str, Any] = {"messages": loose_messages(text)[1]}
     else:
         payload = _transcript(_read(options.messages), options.messages)
     if options.system is not None:
@@ -85,6 +87,7 @@ def _read(path: str) -> str:
 def _transcript(text: str, path: str) -> dict[str, Any]:
     """What a file of messages holds, as the payload of ``count_tokens``."""
     from .. import jsontext
+    from ..chatstream import loose_messages
 
     try:
         value = jsontext.loads(text)
@@ -96,20 +99,13 @@ def _transcript(text: str, path: str) -> dict[str, Any]:
     if not isinstance(rows, list):
         raise ProviderLlamacppError(f"{path} holds no list of messages")
     payload = {key: value[key] for key in ("system_prompt", "tools") if key in value}
-    if rows and isinstance(rows[0], dict) and rows[0].get("role") == "system":
-        # Other programs keep the system prompt among the messages.
-        payload.setdefault("system_prompt", rows[0].get("content"))
-        rows = rows[1:]
-    payload["messages"] = [_message(row) if isinstance(row, dict) else row for row in rows]
+    try:
+        system, payload["messages"] = loose_messages(rows)
+    except InvalidRequest as error:
+        raise ProviderLlamacppError(error.message) from error
+    if system is not None:
+        payload.setdefault("system_prompt", system)
     return payload
-
-
-def _message(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as the bus has it: content in blocks, and a time."""
-    content = row.get("content")
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    return {"timestamp": 0, **row, "content": content}
 
 
 def fetch(
@@ -128,7 +124,7 @@ def fetch(
     from .routes import by_either
 
     def by_bus(ask: Callable[[Mapping[str, Any]], Any], caller: Caller) -> dict[str, Any]:
-        model = pick_model(caller, payload["model"], settings.id)
+        model, _ = pick_model(caller, payload["model"], settings.id)
         answer = ask({**payload, "model": model})
         if not isinstance(answer, dict) or not isinstance(answer.get("tokens"), int):
             raise BusError("provider/bad_response", "the answer holds no count")
@@ -148,7 +144,7 @@ def fetch(
 
 
 def _first(server: Server, target: Target) -> str:
-    model = server.view(target).default()
+    model = server.view(target).catalog.default()
     if model is None:
         raise ProviderLlamacppError(
             f"llama-server at {target.root} lists no model: name one with --model, or see doctor"

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from ..errors import BusError, ProviderError
 from ..router import Resolved, read_resolved
 from ..server.address import Target, normalise_api_url
-from ..server.catalog import Catalog, ModelInfo
+from ..server.catalog import Catalog
 from ..server.discovery import Discovery
 from ..server.upstream import Reply, Upstream
 from ..settings import Settings
@@ -36,13 +36,6 @@ class View:
     catalog: Catalog
     rows: Mapping[str, Row] = field(default_factory=dict)
     """The rows of ``/v1/models`` by id."""
-
-    def default(self) -> ModelInfo | None:
-        """The model that answers where none is named: the best of those that run, else the best."""
-        ranked = [self.catalog.find(each) for each in self.catalog.ranked_ids()]
-        models = [each for each in ranked if each is not None] or list(self.catalog.models)
-        running = [each for each in models if each.state in ("loaded", "sleeping")]
-        return next(iter(running or models), None)
 
     def fact(self, model: str, name: str) -> int | None:
         """A number of ``meta``: ``size`` in bytes, ``n_ctx_train`` in tokens, ``n_params``."""

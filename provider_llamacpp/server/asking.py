@@ -41,8 +41,10 @@ def failed(error: ProviderError) -> BusError:
 
 def refused(reply: Reply) -> BusError:
     """What the caller gets for an answer that is no success."""
-    words = classify(reply.status, reply.body).message
-    return failure("provider/upstream_status", f"HTTP {reply.status}: {words}")
+    verdict = classify(reply.status, reply.body)
+    error = failure("provider/upstream_status", f"HTTP {reply.status}: {verdict.message}")
+    error.__cause__ = verdict  # for who is not asked over the bus, and wants to know the kind
+    return error
 
 
 def unsound(path: str, problem: str) -> BusError:

@@ -139,6 +139,13 @@ class Catalog:
         offered = [each for each in self.models if each.for_chat]
         return [each.id for each in sorted(offered, key=_rank)]
 
+    def default(self) -> ModelInfo | None:
+        """The model that answers where none is named: the best of those that run, else the best."""
+        ranked = [found for each in self.ranked_ids() if (found := self.find(each)) is not None]
+        models = ranked or list(self.models)
+        running = [each for each in models if each.state in ("loaded", "sleeping")]
+        return next(iter(running or models), None)
+
 
 def _rank(model: ModelInfo) -> tuple[int, float]:
     # A failed model would be a default that cannot answer: it comes last.
