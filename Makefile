@@ -78,6 +78,8 @@ chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --seconds 40
 	$(BIN)/python -m tests.chaos --seconds 20 --real
 
+.PHONY: pyz arm
+
 # One file that runs with nothing but Python 3.10 or later: build/provider-llamacpp.pyz. It holds
 # bytecode for the Pythons that are found, or for those named: make pyz PYTHONS="python3.11 ..."
 pyz:
