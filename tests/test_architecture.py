@@ -2,12 +2,14 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
+import codemap
 import pytest
 
-PACKAGE = pathlib.Path(__file__).parent.parent / "provider_llamacpp"
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "architecture.rst"
 
 LAYERS = [
     {"_version", "errors"},
@@ -39,7 +41,7 @@ LAYERS = [
     {"router"},
     {"provider"},
     {"streaming"},
-    {"surfaces.outlet"},
+    {"surfaces.outlet", "refusals"},
     {"surfaces.context"},
     {
         *("surfaces.infill", "surfaces.metrics", "surfaces.rerank", "surfaces.slots"),
@@ -60,17 +62,7 @@ LAYERS = [
 PURE = ("transcript", "events")
 
 
-def modules():
-    """Every module but those of the commands and the embedded stack, by dotted name."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts[0] not in ("commands", "local") and parts[-1] != "__init__":
-            found[".".join(parts)] = path
-    return found
-
-
-MODULES = modules()
+MODULES = codemap.modules()
 
 
 def layer_of(module):
@@ -81,16 +73,7 @@ def layer_of(module):
 
 
 def imported(module, *, lazily=False):
-    """Own modules that ``module`` imports at its top, or with ``lazily`` anywhere."""
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    package = module.split(".")[:-1]
-    for node in ast.walk(tree) if lazily else tree.body:
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1]
-            base += node.module.split(".") if node.module else []
-            for alias in node.names:
-                name = ".".join([*base, alias.name])
-                yield name if name in MODULES else ".".join(base)
+    return codemap.imported(module, MODULES, lazily=lazily)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -102,6 +85,32 @@ def test_imports_go_one_way(module):
 
 def test_every_layer_exists():
     assert {name for layer in LAYERS for name in layer} == set(MODULES)
+
+
+def test_the_walk_sees_imports_of_every_form():
+    assert {"settings", "schemas"} <= set(imported("surfaces.table"))  # from ..x import y
+    assert "payloads" in imported("handlers")  # from . import x
+    assert "bus.engine" in imported("handlers")  # from .x.y import z
+    assert "worker" not in imported("cli")
+    assert "worker" in imported("cli", lazily=True)
+
+
+def test_no_package_needs_one_that_needs_it():
+    always, later = (
+        codemap.imports_between_packages(),
+        codemap.imports_between_packages(on_use=True),
+    )
+    codemap.reduced({name: others | later[name] for name, others in always.items()})
+    with pytest.raises(ValueError, match="a -> b -> a"):
+        codemap.reduced({"a": {"b"}, "b": {"a"}})
+
+
+def test_the_embedded_stack_does_not_know_the_commands():
+    every = codemap.modules(apart=True)
+    for module in every:
+        if module.startswith("local."):
+            for name in codemap.imported(module, every, lazily=True):
+                assert not name.startswith("commands"), f"{module} imports {name}"
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if "." in name])
@@ -168,7 +177,15 @@ def test_what_is_rare_is_not_on_the_start_path():
 
 def test_importing_starts_nothing():
     threads = run(
-        "import threading, signal, logging, pkgutil, provider_llamacpp as package\n"
+        "import sys, threading, signal, logging, pkgutil, provider_llamacpp as package\n"
+        "def hook(event, given):\n"
+        "    writes = event == 'open' and set('wax+') & set(str(given[1]))\n"
+        "    cached = event == 'open' and '__pycache__' in str(given[0])\n"
+        "    if event.startswith(('socket.', 'subprocess.', 'os.putenv', 'os.fork')) or (\n"
+        "        writes and not cached\n"
+        "    ):\n"
+        "        raise AssertionError(f'{event} at import: {given}')\n"
+        "sys.addaudithook(hook)\n"
         "before = signal.getsignal(signal.SIGINT), len(logging.getLogger().handlers)\n"
         "for module in pkgutil.walk_packages(package.__path__, 'provider_llamacpp.'):\n"
         "    if not module.name.endswith(('.__main__', '.xserver')):\n"
@@ -177,6 +194,30 @@ def test_importing_starts_nothing():
         "print(*(thread.name for thread in threading.enumerate()))"
     )
     assert threads == ["MainThread"]
+
+
+def threads_on_the_page():
+    """The names in the table of threads, ``(1)`` and the like left out."""
+    section = PAGE.read_text(encoding="utf-8").partition("\nThreads\n")[2]
+    return set(re.findall(r"^``([^`]+)``", section.partition("\nThe life of")[0], re.MULTILINE))
+
+
+def test_every_thread_has_a_name_and_a_line_on_the_page():
+    threads = codemap.Source(MODULES).threads()
+    assert {thread.name for thread in threads} == threads_on_the_page()
+    assert {"<id>-engine", "<id>-call-N", "llamacpp-discards"} <= threads_on_the_page()
+
+
+def test_every_module_has_a_line_on_the_page():
+    section = PAGE.read_text(encoding="utf-8").partition("\nThe map\n")[2]
+    table, package, named = section.partition("\nWho imports")[0], "", set()
+    for line in table.splitlines():
+        head = line[:26]
+        if found := re.match(r"\*\*(\w+)/\*\*|\*\*at the top", head):
+            package = f"{found[1]}." if found[1] else ""
+        named |= {package + name.lstrip(".") for name in re.findall(r"``([\w./]+)``", head)}
+    named = {name for name in named if not name.endswith("/")}
+    assert named == {name for name in MODULES if not name.startswith("_")}
 
 
 def test_public_names():
