@@ -24,6 +24,7 @@ from .calls import Call, CallRegistry
 from .errors import BusError, Interrupted, InvalidRequest, ProviderError, redacted
 from .provider import Provider
 from .recent import RecentErrors
+from .refusals import Refusals
 from .schemas import function_schemas
 from .streaming import OpenChannel, Runs, StreamRun, refuse
 from .summaries import CallSummary, wall_clock
@@ -44,7 +45,7 @@ class Means:
     runs: Runs
     pool: Executor
     """Runs admitted calls."""
-    refusals: Executor
+    refusals: Refusals
     """Tells callers that were not admitted; apart, so that they wait for no stream."""
     open_channel: OpenChannel
     fat_deltas: bool
@@ -195,10 +196,14 @@ class Handlers:
         try:
             request = payloads.decode_stream(invocation.data)
             call = Call(0, "stream", key=None, model=request.model)
-            refuse(self._means.open_channel, request, call, error, self._provider.id)
+            channel = refuse(self._means.open_channel, request, call, error, self._provider.id)
             self._means.errors.add("stream refused", error.kind, error.message)
             call_log.info("stream refused: %s", error.message)
-            invocation.reply({"ok": True})
+            answer = partial(invocation.reply, {"ok": True})
+            if channel is None:
+                answer()
+            else:
+                self._means.refusals.end(channel, answer)
             self._tell_refused(invocation, "stream", call, error)
         except InvalidRequest as invalid:
             invocation.fail(invalid.code, invalid.message)

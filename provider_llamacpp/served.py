@@ -17,6 +17,7 @@ from .calls import CallRegistry
 from .handlers import Handlers, Means
 from .provider import Provider
 from .recent import RecentErrors
+from .refusals import Refusals
 from .router import RouterClient
 from .server.discovery import PORTS, Discovery
 from .server.upstream import Upstream
@@ -92,7 +93,7 @@ class ServedProvider:
         self,
         *,
         pool: Executor,
-        refusals: Executor,
+        refusals: Refusals,
         open_channel: OpenChannel,
         outlets: Outlets,
         stats: Callable[[], dict[str, Any]],

@@ -393,12 +393,19 @@ def refuse(
     call: Call,
     error: ProviderError,
     provider: str,
-) -> None:
-    """Tell a caller that was not admitted: one ``error`` frame, then the end of the channel."""
+) -> Channel | None:
+    """Tell a caller that was not admitted, with one ``error`` frame.
+
+    :returns: the channel, which is still to be finished; None if there is none
+    """
     assembler = assembler_for(request, provider, Abilities())
     try:
         channel = open_channel(request.writer, call)
     except (ConsumerGone, Interrupted, ProviderError) as failure:
         log.debug("a refused caller could not be told: %s", failure)
-        return
-    channel.finish(last_frames(assembler, call, error, None)[0])
+        return None
+    try:
+        channel.send(last_frames(assembler, call, error, None)[0])
+    except (ConsumerGone, ProviderError) as failure:
+        log.debug("a refused caller could not be told: %s", failure)
+    return channel

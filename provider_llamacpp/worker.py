@@ -22,6 +22,7 @@ from .bus.engine import Engine
 from .calls import Call
 from .errors import FatalError
 from .payloads import WriterRef
+from .refusals import Refusals
 from .served import ServedProvider
 from .settings import Settings
 from .summaries import Reporter
@@ -29,7 +30,6 @@ from .surfaces.outlet import Outlets
 from .watchdog import Watchdog, Watched
 
 DESCRIPTION = "llama.cpp (llama-server) as a provider behind llm-router"
-REFUSAL_THREADS = 4
 CUT_GRACE = 2.0
 """Seconds for streams to say their last frame after a stop cut them, then for their channels."""
 
@@ -84,7 +84,7 @@ class ProviderWorker:
         ]
         self._watchdog = Watchdog(self._writers, settings.ping_interval)
         self._pool: ThreadPoolExecutor | None = None
-        self._refusals: ThreadPoolExecutor | None = None
+        self._refusals: Refusals | None = None
 
     # -- life -----------------------------------------------------------------------------
 
@@ -104,9 +104,7 @@ class ProviderWorker:
         self._pool = ThreadPoolExecutor(
             sum(each.threads for each in self._served), thread_name_prefix=f"{settings.id}-call"
         )
-        self._refusals = ThreadPoolExecutor(
-            REFUSAL_THREADS, thread_name_prefix=f"{settings.id}-refusal"
-        )
+        self._refusals = Refusals(f"{settings.id}-refusal")
         for each in self._served:
             for function in each.functions(
                 pool=self._pool,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -199,10 +200,12 @@ class Channel:
         if self._pongs:
             self._answer_pings()
 
-    def finish(self, events: Sequence[bytes] = ()) -> None:
+    def finish(self, events: Sequence[bytes] = (), *, told: float | None = None) -> None:
         """Send the last events, close and release everything; idempotent, raises nothing.
 
         Events that cannot be delivered any more, or are longer than a frame may be, are dropped.
+
+        :param told: ``time.monotonic()`` when the last event went out, if that was before
         """
         with self._lock:
             if self._finished:
@@ -210,7 +213,8 @@ class Channel:
             self._finished = True
             if not self._gone:
                 self._say_last(events)
-        if not self._gone and not self._ended.wait(LINGER):
+        linger = LINGER if told is None else max(0.0, told + LINGER - time.monotonic())
+        if not self._gone and not self._ended.wait(linger):
             with self._lock:
                 self._try(frames.close_frame(self._keys.take(4)), CLOSE_WAIT)
             if self._watch.running:
