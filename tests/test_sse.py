@@ -190,3 +190,12 @@ def test_clean_means_that_nothing_is_held_back():
 
 def test_an_empty_read_does_not_part_cr_from_lf():
     assert cut([b"data: a\r", b"", b"\ndata: b\r\n", b"", b"\r\n"]) == ["a\nb"]
+
+
+def test_a_blank_line_too_many_does_not_change_what_follows():
+    """Cut behind it or not, the bytes of the event are the same, valid or not."""
+    body = b"data: a\n\n\ndata: \xed\xb2\x92\n\n"
+    expected = [b"a", b"\xed\xb2\x92"]
+    for at in range(len(body)):
+        cutter = EventCutter()
+        assert cutter.feed(body[:at]) + cutter.feed(body[at:]) == expected

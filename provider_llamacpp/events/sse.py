@@ -107,6 +107,8 @@ class EventCutter:
         items: list[Item] = []
         oversized = len(whole) > self._limit
         for part in whole.split(_BORDER):
+            if part.startswith(b"\n"):
+                part = part.lstrip(b"\n")  # of a border with a blank line too many
             if oversized and len(part.strip(b"\n")) > self._limit:
                 self._fail()
                 break
