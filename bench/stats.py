@@ -5,19 +5,11 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
+from provider_llamacpp.commands.figures import Spread
+
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A median and how far single rounds lie from it."""
-
-    median: float
-    low: float
-    high: float
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
-PATIENCE = 30.0
-"""Seconds after which a wait that should have ended long ago fails its test."""
+from listening import PATIENCE, Listener
+
 _BLOCK = 65536
 
 
@@ -53,8 +53,8 @@ class Link:
         """The first line of the first request, such as ``GET /health HTTP/1.1``."""
         self.headers: dict[str, str] = {}
         """Those of the first request, with names in lower case."""
-        self.up = self.down = 0
-        """Bytes passed on to the server, and to the client."""
+        self.down = 0
+        """Bytes passed on to the client."""
         self.body = 0
         """Of ``down``, those behind the head of the first answer."""
         self.was_cut = False
@@ -119,11 +119,8 @@ class Link:
             for sock in writable:
                 sent = sock.send(waiting[sock])
                 waiting[sock] = waiting[sock][sent:]
-                if sock is client:
-                    if self._count(sent):
-                        return
-                else:
-                    self.up += sent
+                if sock is client and self._count(sent):
+                    return
             for sock in readable:
                 block = sock.recv(_BLOCK)
                 if not block:
@@ -211,6 +208,9 @@ class Proxy:
         when it is to be cut; None never
     """
 
+    buffer: int | None = None
+    """See :class:`~listening.Listener`."""
+
     def __init__(self, target: str, plan: Plan | None = None) -> None:
         parts = urlsplit(target)
         assert parts.hostname is not None and parts.port is not None
@@ -222,10 +222,12 @@ class Proxy:
         """In the order in which they came."""
         self._scheme = parts.scheme
         self._threads: list[threading.Thread] = []
-        self._changed = threading.Condition()
-        self._listener: socket.socket | None = None
-        self._accepting: threading.Thread | None = None
-        self.port = 0
+        self._changing = threading.Lock()
+        self._listener = Listener(self._take, buffer=self.buffer)
+
+    @property
+    def port(self) -> int:
+        return self._listener.port
 
     @property
     def url(self) -> str:
@@ -233,25 +235,11 @@ class Proxy:
 
     def accept(self) -> None:
         """Take connections (again), at the same port."""
-        assert self._listener is None
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", self.port))
-        listener.listen(128)
-        self.port = listener.getsockname()[1]
-        self._listener = listener
-        self._accepting = threading.Thread(target=self._accept, args=[listener], daemon=True)
-        self._accepting.start()
+        self._listener.open()
 
     def refuse(self) -> None:
         """Refuse connections that come from now on; those that are there stay."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            assert self._accepting is not None
-            self._accepting.join(PATIENCE)
-            listener.close()
+        self._listener.close()
 
     def cut(self, how: Literal["close", "reset"] = "reset") -> None:
         """End every connection that is there."""
@@ -267,12 +255,6 @@ class Proxy:
         """Undo :meth:`hold`; what waited goes through."""
         self.held = False
         self._wake_all()
-
-    def wait_links(self, count: int) -> list[Link]:
-        """The connections so far, once there are ``count``."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.links) >= count, PATIENCE), self.links
-            return list(self.links)
 
     def requests(self) -> list[str]:
         """Method and target of each connection's first request, in the order of the connections."""
@@ -293,16 +275,10 @@ class Proxy:
         for link in list(self.links):
             link.wake()
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            link = Link(self, len(self.links), client)
-            thread = threading.Thread(target=link.run, name="proxy-link", daemon=True)
-            self._threads.append(thread)
-            with self._changed:
-                self.links.append(link)
-                self._changed.notify_all()
-            thread.start()
+    def _take(self, client: socket.socket, _: int) -> None:
+        link = Link(self, len(self.links), client)
+        thread = threading.Thread(target=link.run, name="proxy-link", daemon=True)
+        self._threads.append(thread)
+        with self._changing:
+            self.links.append(link)
+        thread.start()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Callable
 from typing import Any
 
-from peers import NOT_FOUND, ScriptedServer, answer_json
+from peers import NOT_FOUND, PATIENCE, Request, ScriptedServer, answer_json
 
 CAPS = {
     "supports_tools": True,
@@ -13,12 +16,34 @@ CAPS = {
     "supports_system_role": True,
     "supports_reasoning_effort": False,
 }
-WAKES = ("POST", "/slots", "/lora-adapters")
-"""What wakes a sleeping server or resets its timer (llama-server API 13)."""
 
 
 def failure(status: int, words: str, kind: str = "server_error") -> dict[str, Any]:
     return answer_json({"error": {"code": status, "message": words, "type": kind}}, status)
+
+
+PROPS = {
+    "total_slots": 2,
+    "default_generation_settings": {"n_ctx": 8192},
+    "modalities": {"vision": False, "audio": False},
+    "chat_template": "{{ messages }}",
+    "chat_template_caps": CAPS,
+    "build_info": "b11434-0123abc",
+    "is_sleeping": False,
+}
+"""What a server of one model says of itself."""
+
+
+def answers_after(go: threading.Event) -> Callable[[Request], dict[str, Any]]:
+    """A stream of one word, held back until ``go`` is set."""
+    choices = ({"delta": {"content": "x"}}, {"delta": {}, "finish_reason": "stop"})
+    events = [{"choices": [{"index": 0, **choice}]} for choice in choices]
+    script: list[Any] = [
+        lambda exchange: exchange.watch(PATIENCE, go),
+        {"headers": {"headers": {"content-type": "text/event-stream"}}},
+        *({"send": f"data: {json.dumps(event)}\n\n"} for event in events),
+    ]
+    return lambda request: {"script": script}
 
 
 class ScriptedLlama(ScriptedServer):
@@ -27,16 +52,7 @@ class ScriptedLlama(ScriptedServer):
     def __init__(self, **said: Any) -> None:
         super().__init__(self._answer_to)
         self.models: list[dict[str, Any]] = [row("demo", n_ctx=8192)]
-        self.props: dict[str, Any] = {
-            "total_slots": 2,
-            "default_generation_settings": {"n_ctx": 8192},
-            "modalities": {"vision": False, "audio": False},
-            "chat_template": "{{ messages }}",
-            "chat_template_caps": CAPS,
-            "build_info": "b11434-0123abc",
-            "media_marker": "<__media__>",
-            "is_sleeping": False,
-        }
+        self.props: dict[str, Any] = {**PROPS, "media_marker": "<__media__>"}
         self.model_props: dict[str, dict[str, Any]] = {}
         """In router mode: those of the models that run."""
         self.health = answer_json({"status": "ok"})

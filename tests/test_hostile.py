@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from bus_peers import Server
+from chunks import assembler
 from iii import InvocationError
 from laws import check_frames
 from peers import ScriptedServer, answer_json, answer_sse, wait_for
@@ -192,18 +193,11 @@ def test_deep_json_in_every_place(open_, close, depth):
     failures = []
 
     def take(event):
-        assembler = Assembler(
-            model="m",
-            provider="p",
-            decode_name=str,
-            now_ms=lambda: 1,
-            call_id=lambda: "c",
-            secret="s3cret",
-        )
+        taking = assembler(secret="s3cret")
         try:
-            frames = assembler.feed(event.encode())
-            frames += assembler.feed(FINISH.encode())
-            frames += assembler.finish(Outcome())
+            frames = taking.feed(event.encode())
+            frames += taking.feed(FINISH.encode())
+            frames += taking.finish(Outcome())
             check_frames(frames)
         except BaseException as error:
             failures.append((event[:60], error))

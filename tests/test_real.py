@@ -10,6 +10,8 @@ import jsonschema
 import pytest
 import requests
 from laws import check_frames
+from world import WEATHER as EU_WEATHER
+from world import says as user
 
 from provider_llamacpp import BusError, Settings
 from provider_llamacpp.commands.caller import Caller
@@ -17,19 +19,7 @@ from provider_llamacpp.local import model as demo
 from provider_llamacpp.local.stack import LocalStack
 
 PATIENCE = 30.0
-WEATHER = {
-    "name": "get_weather",
-    "description": "Weather of a city",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-    },
-}
-
-
-def user(text):
-    return {"role": "user", "content": [{"type": "text", "text": text}], "timestamp": 1}
+WEATHER = {**EU_WEATHER, "name": "get_weather"}
 
 
 class Turn:

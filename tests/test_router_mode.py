@@ -28,7 +28,7 @@ from router_mode import (
     states,
     user,
 )
-from scripted_llama import row
+from scripted_llama import answers_after, row
 
 from provider_llamacpp.server.follower import Follower
 from provider_llamacpp.server.modelevents import ModelEvent, Progress, read_event
@@ -274,15 +274,7 @@ def test_what_waits_for_a_load_is_sent_once():
     go = threading.Event()
 
     def holds(request):
-        if go.wait(0):
-            return answer_json({}, 500)
-        steps = [
-            lambda exchange: exchange.watch(PATIENCE, go),
-            {"headers": {"headers": {"content-type": "text/event-stream"}}},
-            {"send": 'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'},
-            {"send": 'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'},
-        ]
-        return {"script": steps}
+        return answer_json({}, 500) if go.wait(0) else answers_after(go)(request)
 
     rows = [row("m", state="unloaded")]
     with (

@@ -11,6 +11,7 @@ import json
 import logging
 
 import pytest
+from chunks import assembler
 from iii import InvocationError
 from laws import check_frames
 from peers import ScriptedServer, answer_json, answer_sse
@@ -18,7 +19,7 @@ from test_router import client
 from world import FINISH, WORD, new_world, world  # noqa: F401
 
 from provider_llamacpp.errors import HIDDEN, BusError, redacted
-from provider_llamacpp.events.assembler import Assembler, Outcome
+from provider_llamacpp.events.assembler import Outcome
 from provider_llamacpp.payloads import decode_stream
 from provider_llamacpp.server.upstream import Target
 
@@ -133,17 +134,10 @@ def test_redaction(text, secrets, wanted):
     [b"words with hunter22 in them", b'{"error":{"message":"hunter22"}}', b"error: hunter22"],
 )
 def test_an_assembler_that_is_told_a_secret_keeps_it(body):
-    assembler = Assembler(
-        model="m",
-        provider="p",
-        decode_name=str,
-        now_ms=lambda: 1,
-        call_id=lambda: "c",
-        secret="hunter22",
-    )
-    frames = assembler.feed(b"data: " + body + b"\n\n")
-    frames += assembler.feed(body + b"\n\n")
-    frames += assembler.finish(Outcome())
+    told = assembler(secret="hunter22")
+    frames = told.feed(b"data: " + body + b"\n\n")
+    frames += told.feed(body + b"\n\n")
+    frames += told.finish(Outcome())
     assert b"hunter22" not in b"".join(frames)
     assert HIDDEN.encode() in b"".join(frames)
 

@@ -13,7 +13,7 @@ import pytest
 import requests
 from peers import PATIENCE, wait_for
 from router_mode import front_of, post, states, user
-from scripted_llama import ScriptedLlama, row
+from scripted_llama import ScriptedLlama, answers_after, row
 
 from provider_llamacpp.commands import doctor
 from provider_llamacpp.local.llama import LlamaOptions, LlamaServer
@@ -160,17 +160,8 @@ def test_a_stream_is_pinged_while_the_server_wakes():
     """The server takes its time here, as one with a large model does."""
     go = threading.Event()
 
-    def wakes(request):
-        steps = [
-            lambda exchange: exchange.watch(PATIENCE, go),
-            {"headers": {"headers": {"content-type": "text/event-stream"}}},
-            {"send": 'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'},
-            {"send": 'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'},
-        ]
-        return {"script": steps}
-
     with ScriptedLlama(models=[row("m", n_ctx=4096)]).sleeps() as server:
-        server.more_routes = {"/v1/chat/completions": wakes}
+        server.more_routes = {"/v1/chat/completions": answers_after(go)}
         with front_of(server.url, ping_interval=0.1, catalog_interval=0.1) as front:
             frames = front.stream("m", pings=True)
             kinds = [next(frames)["type"] for _ in range(3)]

@@ -99,21 +99,11 @@ class Caller:
         The frames end when the writer closes.
         """
         refs = self.call("engine::channels::create", {})
-        reader = WriterRef(refs["reader"]["channel_id"], refs["reader"]["access_key"])
-        return refs["writer"], self._frames(reader)
+        return refs["writer"], self._frames(refs["reader"])
 
-    def _frames(self, reader: WriterRef) -> Iterator[dict[str, Any]]:
-        settings = self._settings
+    def _frames(self, reader: dict[str, str]) -> Iterator[dict[str, Any]]:
         try:
-            socket = connect(
-                settings.url,
-                reader,
-                direction="read",
-                token=settings.token,
-                connect_timeout=settings.connect_timeout,
-                ca_file=settings.ca_file,
-                client_cert=settings.client_cert,
-            )
+            socket = read_end(self._settings, reader)
         except (ConsumerGone, ProviderError) as error:
             raise BusError("channel", f"the answer's channel cannot be read: {error}") from error
         try:
@@ -126,4 +116,21 @@ class Caller:
                 if isinstance(frame, dict):
                     yield frame
         finally:
-            socket.shutdown()  # type: ignore[no-untyped-call]
+            socket.shutdown()
+
+
+def read_end(settings: Settings, reader: dict[str, str]) -> Any:
+    """The socket at the end of a channel that is read, of a reader reference as the engine gave it.
+
+    :raises ConsumerGone: if the engine has no such channel
+    :raises ProviderError: if it cannot be reached
+    """
+    return connect(
+        settings.url,
+        WriterRef(reader["channel_id"], reader["access_key"]),
+        direction="read",
+        token=settings.token,
+        connect_timeout=settings.connect_timeout,
+        ca_file=settings.ca_file,
+        client_cert=settings.client_cert,
+    )

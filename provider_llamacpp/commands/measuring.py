@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import jsontext
 from ..answers import COMPLETIONS
-from ..bus.channel import connect
 from ..bus.frames import CLOSE, PING, TEXT, FrameReader
 from ..calls import Call
 from ..errors import BusError, ConsumerGone, Interrupted, ProviderError, ProviderLlamacppError
 from ..events.classify import classify, error_in
 from ..events.sse import EventCutter
-from ..payloads import WriterRef, decode_stream
+from ..payloads import decode_stream
 from ..server.address import Target
 from ..server.upstream import Upstream
 from ..transcript.convert import Abilities, chat_body
+from .caller import read_end
 
 if TYPE_CHECKING:
     from ..settings import Settings
@@ -187,17 +187,8 @@ class Through(Path):
     def stream(self, task: Task, prompt: str, ready: Callable[[], object]) -> Sample:
         # The channel is the caller's own business and made before the clock starts.
         refs = self._caller.call("engine::channels::create", {})
-        settings = self._settings
         try:
-            socket: Any = connect(
-                settings.url,
-                WriterRef(refs["reader"]["channel_id"], refs["reader"]["access_key"]),
-                direction="read",
-                token=settings.token,
-                connect_timeout=settings.connect_timeout,
-                ca_file=settings.ca_file,
-                client_cert=settings.client_cert,
-            )
+            socket = read_end(self._settings, refs["reader"])
         except (ConsumerGone, ProviderError) as error:
             raise StreamFailed(f"the answer's channel cannot be read: {error}") from error
         try:

@@ -40,16 +40,11 @@ streams would leak at 200 KB each stands out all the same."""
 class NarrowProxy(Proxy):
     """Takes little into its buffers, so that a caller that does not read is felt soon."""
 
-    def accept(self) -> None:
-        import socket
-
-        super().accept()
-        assert self._listener is not None
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    buffer = 65536
 
     def forget(self) -> None:
         """Drop the connections that have ended."""
-        with self._changed:
+        with self._changing:
             self.links[:] = [link for link in self.links if not link.ended.is_set()]
         self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from scripted_llama import CAPS, row
+from listening import Listener
+from scripted_llama import PROPS, row
 
 from provider_llamacpp.local.llama import LlamaOptions, LlamaServer
 from provider_llamacpp.local.model import write_model
@@ -42,7 +43,6 @@ class ChaosServer:
     """Listens as long as it is told to; counts what it holds open."""
 
     def __init__(self) -> None:
-        self.port = 0
         self.loading = False
         self.served = 0
         """Streams that got as far as a request."""
@@ -52,13 +52,12 @@ class ChaosServer:
         self._socks: set[socket.socket] = set()
         self._active: dict[socket.socket, int] = {}
         self._lock = threading.Lock()
-        self._listener: socket.socket | None = None
-        self._accepting: threading.Thread | None = None
+        self._listener = Listener(self._take)
         self._threads: set[threading.Thread] = set()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self._listener.port}"
 
     @property
     def active(self) -> list[int]:
@@ -74,24 +73,11 @@ class ChaosServer:
 
     def start(self) -> None:
         """Listen (again), at the same port."""
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", self.port))
-        listener.listen(256)
-        self.port = listener.getsockname()[1]
-        self._listener = listener
-        self._accepting = threading.Thread(target=self._accept, args=[listener], daemon=True)
-        self._accepting.start()
+        self._listener.open()
 
     def refuse(self) -> None:
         """Refuse new connections."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            assert self._accepting is not None
-            self._accepting.join(10)
-            listener.close()
+        self._listener.close()
 
     def die(self) -> None:
         """Refuse new connections and reset the others."""
@@ -115,15 +101,10 @@ class ChaosServer:
 
     # -- its threads ----------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, address = listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._serve, args=[sock, address[1]], daemon=True)
-            self._threads.add(thread)
-            thread.start()
+    def _take(self, sock: socket.socket, port: int) -> None:
+        thread = threading.Thread(target=self._serve, args=[sock, port], daemon=True)
+        self._threads.add(thread)
+        thread.start()
 
     def _serve(self, sock: socket.socket, port: int) -> None:
         with self._lock:
@@ -151,7 +132,7 @@ class ChaosServer:
         elif path == "/v1/models":
             _json(sock, {"object": "list", "data": [row(MODEL, n_ctx=8192)]})
         elif path == "/props":
-            _json(sock, PROPS)
+            _json(sock, {**PROPS, "total_slots": 64})
         elif path == "/health":
             _json(
                 sock, _LOADING if self.loading else {"status": "ok"}, 503 if self.loading else 200
@@ -361,17 +342,6 @@ def _chunks(plan: dict[str, Any]) -> Any:
     usage = {"completion_tokens": plan["tokens"], "prompt_tokens": 5, "total_tokens": 9}
     yield _event({"choices": [], "model": MODEL, "usage": usage})
     yield b"data: [DONE]\n\n"
-
-
-PROPS = {
-    "total_slots": 64,
-    "default_generation_settings": {"n_ctx": 8192},
-    "modalities": {"vision": False, "audio": False},
-    "chat_template": "{{ messages }}",
-    "chat_template_caps": CAPS,
-    "build_info": "b11434-0123abc",
-    "is_sleeping": False,
-}
 
 
 class RealServer:
