@@ -86,6 +86,19 @@ pyz:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python packaging/pyz.py $(addprefix --python ,$(PYTHONS))
 
+# Source distribution and wheel, and what the index would refuse.
+dist:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) build twine
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+# Wheel and one file in emulated Debian systems for armhf and arm64: install, streams, aborts, memory.
+# Needs root, debootstrap and qemu-user-static, and the first time a quarter of an hour.
+arm: $(VENV)/.demo
+	$(BIN)/python packaging/arm.py
+
 # An SBOM of what requirements/ deploys, and what is known against it.
 audit:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
