@@ -9,7 +9,7 @@ INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-p
 # Empty: the many processes of the tests are to share what the first has compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test thorough check format dist clean bench record chaos audit
+.PHONY: demo test thorough check format dist clean bench record chaos fuzz mutation audit
 
 $(VENV)/.demo: setup.cfg pyproject.toml
 	@echo "installing into $(VENV), which takes a minute the first time ..."
@@ -98,6 +98,29 @@ dist:
 # Needs root, debootstrap and qemu-user-static, and the first time a quarter of an hour.
 arm: $(VENV)/.demo
 	$(BIN)/python packaging/arm.py
+
+# atheris has no wheels for some Pythons, so it is in no other extra.
+$(VENV)/.fuzz: $(VENV)/.dev
+	$(INSTALL) --editable '.[fuzz]'
+	touch $@
+
+# Looks for inputs that break a law: by coverage, then by state machines. SECONDS for each of them.
+SECONDS ?= 20
+TARGETS = sse stream frames bus writer url convert
+fuzz: $(VENV)/.fuzz
+	mkdir -p build/fuzz
+	set -e; for each in $(TARGETS); do \
+		mkdir -p build/fuzz/$$each; \
+		$(BIN)/python -m tests.fuzz.atheris_driver $$each build/fuzz/$$each \
+			-max_total_time=$(SECONDS) -max_len=2048 -artifact_prefix=build/fuzz/$$each- \
+			2> build/fuzz/$$each.log || { tail -40 build/fuzz/$$each.log; exit 1; }; \
+		echo "$$each: $$(tail -1 build/fuzz/$$each.log)"; \
+	done
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) stream-machine bus-machine
+
+# How many of the changes that mutmut makes to the pure modules their unit tests notice.
+mutation: $(VENV)/.fuzz
+	$(BIN)/python -m tests.mutation
 
 # An SBOM of what requirements/ deploys, and what is known against it.
 audit:
