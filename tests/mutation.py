@@ -1,8 +1,8 @@
 """The mutation score of the pure modules, by their unit tests: ``python -m tests.mutation``.
 
 Needs ``mutmut`` (3.8 or newer). Each module is changed in a copy of the tree, so nothing here is
-touched; of its mutants a sample is drawn from the seed, the same each time while the module stays as
-it is. Prints the table of ``docs/reliability.rst`` and writes what survived to
+touched; of its mutants a sample is drawn from the seed, the same each time while the module stays
+as it is. Prints the table of ``docs/reliability.rst`` and writes what survived to
 ``build/mutation.txt``. A mutant that makes the tests hang counts as killed.
 """
 
@@ -123,10 +123,8 @@ def main() -> int:
                     print(f"{name}: {said[-2000:]}")
                     continue
                 killed = sum(code in KILLED for code in tried.values())
-                print(
-                    f"{name:22}  {len(names):7}  {len(tried):5}  {killed:6}  {len(tried) - killed:8}",
-                    flush=True,
-                )
+                counts = f"{len(names):7}  {len(tried):5}  {killed:6}  {len(tried) - killed:8}"
+                print(f"{name:22}  {counts}", flush=True)
                 for words in module.survivors(tried):
                     out.write(f"{name}\n{words}\n\n")
                 out.flush()
