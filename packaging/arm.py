@@ -105,7 +105,10 @@ def tree(architecture: str, suite: str) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         run("debootstrap", "--foreign", f"--arch={architecture}", "--variant=minbase",
             f"--include={PACKAGES}", suite, str(place))  # fmt: skip
-        run("chroot", str(place), "/debootstrap/debootstrap", "--second-stage")
+        # It mounts /proc in the tree: only in its own view, or a later "rm -rf" would walk into it.
+        run(
+            "unshare", "--mount", "chroot", str(place), "/debootstrap/debootstrap", "--second-stage"
+        )
         done.touch()
     if found := [name for name in COMPILERS if list(place.glob(f"usr/bin/{name}"))]:
         raise Unfit(f"{place} has a compiler: {', '.join(found)}")
