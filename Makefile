@@ -9,7 +9,7 @@ INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-p
 # Empty: the many processes of the tests are to share what the first has compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test thorough check format dist clean bench record chaos fuzz mutation audit
+.PHONY: demo test thorough check format docs dist clean bench record chaos fuzz mutation audit
 
 $(VENV)/.demo: setup.cfg pyproject.toml
 	@echo "installing into $(VENV), which takes a minute the first time ..."
@@ -40,11 +40,14 @@ test: $(VENV)/.dev
 thorough: $(VENV)/.dev
 	$(BIN)/python -m $(TEST) --thorough -m thorough
 
-# Format, lint, strict types, tests with coverage of lines and branches.
+# Format, lint, strict types, nothing unused or written twice, tests with coverage.
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	MYPYPATH=docs/extensions $(BIN)/mypy docs/extensions docs/conf.py
+	$(BIN)/vulture
+	$(BIN)/pylint --recursive=y provider_llamacpp bench docs/extensions examples tests
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m $(TEST) --thorough
 	$(BIN)/coverage combine --quiet
@@ -127,3 +130,17 @@ audit:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) pip-audit cyclonedx-bom
 	$(BIN)/python packaging/audit.py
+
+$(VENV)/.docs: setup.cfg pyproject.toml
+	@echo "installing into $(VENV), which takes a minute the first time ..."
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --upgrade pip
+	$(INSTALL) --editable '.[docs]'
+	touch $@
+
+# The pages as a site in build/docs; warnings are errors, examples are run, links are followed.
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky docs build/docs
+	$(BIN)/sphinx-build --quiet --fail-on-warning --builder doctest docs build/doctest
+	$(BIN)/python docs/extensions/links.py build/docs
+	@echo "open build/docs/index.html"

@@ -14,7 +14,10 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
+from itertools import pairwise
 from typing import Any
+
+import codemap
 
 import provider_llamacpp
 from provider_llamacpp import ProviderSettings, cli, settings
@@ -258,8 +261,13 @@ def field_words(owner: type) -> dict[str, str]:
     """What is written below each field of a class."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(tree, ast.ClassDef)
+    return _words_below(tree.body)
+
+
+def _words_below(statements: list[ast.stmt]) -> dict[str, str]:
+    """What is written below each annotated assignment."""
     found = {}
-    for field, below in zip(tree.body, tree.body[1:], strict=False):
+    for field, below in pairwise(statements):
         if (
             isinstance(field, ast.AnnAssign)
             and isinstance(field.target, ast.Name)
@@ -318,7 +326,7 @@ def public_names() -> str:
         elif inspect.isroutine(value):
             kinds["Functions"] += [f".. autofunction:: {full}", ""]
         else:
-            kinds["Values"] += [f".. py:data:: {full}", "", *_indented(_value_words(value)), ""]
+            kinds["Values"] += [f".. py:data:: {full}", "", *_indented(_value_words(name)), ""]
     lines = []
     for title, entries in kinds.items():
         if entries:
@@ -326,5 +334,26 @@ def public_names() -> str:
     return "\n".join(lines)
 
 
-def _value_words(value: object) -> list[str]:
-    return [f"At present ``{value}``."] if isinstance(value, str) else ["A type."]
+def _value_words(name: str) -> list[str]:
+    """What is written about a value; of a type that stands for others, these too."""
+    value = getattr(provider_llamacpp, name)
+    if isinstance(value, str):
+        return [f"At present ``{value}``."]
+    homes = provider_llamacpp._HOMES.items()
+    (home,) = [module for module, names in homes if name in names]
+    source = codemap.modules()[home].read_text(encoding="utf-8")
+    statements = ast.parse(source).body
+    lines = []
+    for each in statements:
+        if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == name and each.value:
+            lines += ["Stands for " + _linked(ast.unparse(each.value)) + ".", ""]
+    return [*lines, *_words_below(statements).get(name, "").splitlines()]
+
+
+def _linked(type_text: str) -> str:
+    """A type as text, with links to those that are public."""
+    public = set(provider_llamacpp.__all__)
+    parts = type_text.split(" | ")
+    return " or ".join(
+        f":class:`~provider_llamacpp.{part}`" if part in public else f"``{part}``" for part in parts
+    )
