@@ -117,7 +117,7 @@ def last_frames(
     :param error: what failed outside the answer
     :param answer: what was read, if it came so far
     """
-    reason: str | None = call.reason
+    reason: str | None = call.settle()
     if reason == "stop":
         error, reason = ProviderError("transient", "the worker was stopped"), None
     if reason is not None:

@@ -40,21 +40,33 @@ class Call:
         self.started = time.monotonic()
         self.reason: AbortReason | None = None
         self._wakers: list[Callable[[], None]] = []
+        self._settled = False
         self._lock = threading.Lock()
 
     def abort(self, reason: AbortReason) -> bool:
-        """Record ``reason`` if it is the first and wake the call; False if it was aborted before.
+        """Record ``reason`` if it is the first and wake the call; False if it was aborted before,
+        or its end is decided. The last frame of such a call is still waited for if the worker
+        stops, and no longer otherwise.
 
         Never blocks on the call itself: safe from any thread.
         """
         with self._lock:
-            if self.reason is not None:
+            settled = self._settled
+            if self.reason is not None or (settled and reason == "stop"):
                 return False
-            self.reason = reason
+            if not settled:
+                self.reason = reason
             wakers = list(self._wakers)
         for wake in wakers:
             wake()
-        return True
+        return not settled
+
+    def settle(self) -> AbortReason | None:
+        """Its end is decided now, by the reason it was aborted for if there is one. Whoever aborts
+        it from here on is told that there was nothing to abort."""
+        with self._lock:
+            self._settled = True
+            return self.reason
 
     def check(self) -> None:
         """:raises Interrupted: if the call was aborted"""

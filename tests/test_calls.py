@@ -29,6 +29,25 @@ def test_the_first_reason_wins(registry):
     assert call.reason == "consumer gone"
 
 
+@pytest.mark.parametrize(("reason", "wakes"), [("abort", 1), ("consumer gone", 1), ("stop", 0)])
+def test_an_abort_finds_no_call_whose_end_is_decided(registry, reason, wakes):
+    """Its terminal frame goes out; who waits to send it is woken, unless the worker stops."""
+    call, woken = registry.open("stream", key="k"), []
+    call.add_waker(lambda: woken.append(1))
+    assert call.settle() is None
+    assert call.abort(reason) is False
+    assert call.reason is None and len(woken) == wakes
+    call.check()
+
+
+def test_the_reason_that_came_before_decides(registry):
+    call = registry.open("stream", key="k")
+    assert registry.abort("k")
+    assert call.settle() == "abort"
+    assert call.abort("consumer gone") is False
+    assert call.reason == "abort"
+
+
 def test_an_abort_before_the_wait_ends_it_at_once(registry):
     call, woken = registry.open("stream", key="k"), []
     registry.abort("k")
