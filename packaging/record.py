@@ -18,8 +18,8 @@ import os
 import pty
 import select
 import shlex
-import signal
 import struct
+import subprocess
 import sys
 import tempfile
 import termios
@@ -46,6 +46,15 @@ KEY = 0.03
 """Seconds between two keys of the command that is typed."""
 PATIENCE = 60.0
 PROMPT = "\x1b[32m$\x1b[0m "
+
+# Makes its input the terminal that Ctrl-C is pressed at. A script that runs this in its background
+# has it ignore SIGINT, which is inherited.
+AT_TERMINAL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 Event = tuple[float, str]
 
@@ -75,10 +84,17 @@ class Recording:
 
     def run(self, command: list[str], environ: dict[str, str], ctrl_c_after: float | None) -> None:
         """Run a command to its end; press Ctrl-C so many seconds after its first words."""
-        pid, terminal = pty.fork()
-        if pid == 0:
-            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-            os.execvpe(command[0], command, environ)
+        terminal, inner = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+        process = subprocess.Popen(
+            [sys.executable, "-c", AT_TERMINAL, *command],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            env=environ,
+            start_new_session=True,
+        )
+        os.close(inner)
         began = last = time.monotonic()
         first: float | None = None
         decoder = codecs.getincrementaldecoder("utf-8")()
@@ -102,9 +118,8 @@ class Recording:
                     last = now
             raise TimeoutError(f"{command} did not end")
         finally:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-            os.waitpid(pid, 0)
+            process.kill()
+            process.wait()
             os.close(terminal)
 
     def end(self) -> None:

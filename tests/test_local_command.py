@@ -27,11 +27,20 @@ PATIENCE = 60
 pytestmark = pytest.mark.timeout(120)
 
 
+# What a script starts in its background ignores SIGINT, and so do the children of that.
+HEARING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from provider_llamacpp.cli import main
+sys.exit(main())
+"""
+
+
 @contextmanager
 def running(*arguments, env=None):
     """The command in a process of its own, and its output once it is up."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "provider_llamacpp", "local", *arguments],
+        [sys.executable, "-c", HEARING, "local", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -202,7 +211,12 @@ class Draining(Worker):
 
 def test_a_second_interrupt_ends_the_waiting_and_not_the_stop(capsys):
     worker = Draining()
-    code, _ = kept(capsys, worker)
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code, _ = kept(capsys, worker)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert code == 0
     assert worker.stops == [None, 0]
     assert worker.ended

@@ -625,11 +625,12 @@ def test_the_terminals_own_word_for_ctrl_c_has_a_line_of_its_own():
 
 def test_ctrl_c_waits_until_the_picture_is_whole():
     drawn_to_its_end = False
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), status.whole():
         signal.raise_signal(signal.SIGINT)
         drawn_to_its_end = True
     assert drawn_to_its_end
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     thread = threading.Thread(target=lambda: status.whole().__enter__())
     thread.start()
     thread.join(PATIENCE)
