@@ -80,6 +80,7 @@ record: $(VENV)/.demo
 chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --seconds 40
 	$(BIN)/python -m tests.chaos --seconds 20 --real
+	$(BIN)/python -m tests.chaos --seconds 20 --resume
 
 .PHONY: pyz arm
 

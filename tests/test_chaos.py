@@ -8,6 +8,18 @@ import pytest
 from chaos.run import Run
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_line_that_is_cut_costs_a_resumable_stream_nothing(tmp_path):
+    pytest.importorskip("xllamacpp")
+    with Run(5, 300, width=8, resume=True, log=tmp_path / "worker.log") as run:
+        run.go(10.0)
+    print(run.report())
+    assert run.violations == []
+    assert run.counts["chat cut"] > 5
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_the_laws_hold_whatever_breaks(tmp_path):

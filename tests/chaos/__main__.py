@@ -23,6 +23,9 @@ def main() -> int:
     top.add_argument("--width", type=int, default=24, help="streams at once (default 24)")
     top.add_argument("--every", type=int, default=40, help="streams for a fault of all")
     top.add_argument("--real", action="store_true", help="against a real llama-server")
+    top.add_argument(
+        "--resume", action="store_true", help="against a real one that keeps streams, all cut"
+    )
     top.add_argument("--log", type=Path, help="the worker's log (default: a temporary file)")
     options = top.parse_args()
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
@@ -31,16 +34,22 @@ def main() -> int:
     # Connections that break are what this is about.
     logging.getLogger("websockets").setLevel(logging.CRITICAL)
     began = time.monotonic()
-    with Run(
+    run = Run(
         seed,
         options.streams,
         width=options.width,
         every=options.every,
         real=options.real,
+        resume=options.resume,
         log=log,
-    ) as run:
-        run.go(options.seconds)
-        print(run.report())
+    )
+    try:
+        with run:
+            run.go(options.seconds)
+            print(run.report())
+    except LookupError as error:
+        print(f"SKIPPED: {error}")
+        return 0
     print(f"  in {time.monotonic() - began:.0f} s")
     return 1 if run.violations else 0
 

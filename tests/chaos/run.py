@@ -61,8 +61,11 @@ class ProxiedEngine(LoopbackEngine):
 class Worker:
     """The worker's process, and what the system says of it."""
 
-    def __init__(self, engine_url: str, log: Path, *, patient: bool = False) -> None:
+    def __init__(
+        self, engine_url: str, log: Path, *, patient: bool = False, resume: bool = False
+    ) -> None:
         self._url = engine_url
+        self._resume = resume
         self._patient = patient
         self._log = log
         self.process: subprocess.Popen[bytes] | None = None
@@ -71,6 +74,7 @@ class Worker:
     def start(self) -> None:
         child = Path(__file__).with_name("child.py")
         flags = ["--url", self._url, "--drain", "0.3", "--log-level", "info"]
+        flags += ["--resume", "on"] if self._resume else []
         impatient = {
             "PROVIDER_LLAMACPP_SEND_TIMEOUT": f"{SEND_TIMEOUT:g}",
             "PROVIDER_LLAMACPP_CONNECT_TIMEOUT": "5",
@@ -128,6 +132,8 @@ class Run:
     :param real: a real llama-server in place of the scripted one
     :param patient: leave the worker the times it has by default
     :param cuts: cut connections to the server on their way
+    :param resume: the real server keeps streams: a connection that is cut in its body, and the one
+        that takes the stream up again, costs the caller nothing
     """
 
     def __init__(
@@ -140,12 +146,14 @@ class Run:
         real: bool = False,
         patient: bool = False,
         cuts: bool = True,
+        resume: bool = False,
         log: Path,
     ) -> None:
         self.seed = seed
         self.streams = streams
         self.width = width
-        self.real = real
+        self.real = real = real or resume
+        self._resume = resume
         self._patient = patient
         self._cuts = cuts
         self.faults = faults(seed, streams, every, real=real)
@@ -182,6 +190,8 @@ class Run:
         self.server: ChaosServer | RealServer = RealServer() if self.real else ChaosServer()
         self.server.start()
         stack.callback(self.server.stop)
+        if self._resume and not (isinstance(self.server, RealServer) and self.server.keeps_streams):
+            raise LookupError("this llama-server keeps no streams")
         self.line = stack.enter_context(NarrowProxy(self.server.url, self._cut_plan))
         self.engine = stack.enter_context(ProxiedEngine(on_frame=self._on_frame))
         self.bus = stack.enter_context(NarrowProxy(self.engine.url))
@@ -192,7 +202,7 @@ class Run:
         self.client.start()
         stack.callback(self.client.stop)
         self.caller = Caller(self.client, "llamacpp", self._payload)
-        self.worker = Worker(self.bus.url, self._log, patient=self._patient)
+        self.worker = Worker(self.bus.url, self._log, patient=self._patient, resume=self._resume)
         self.worker.start()
         stack.callback(self._end_worker)
         self.wait_served()
@@ -223,7 +233,9 @@ class Run:
                     self.violations.append(f"two results for one call: {frame}")
 
     def _cut_plan(self, link: Link) -> Cut | None:
-        """The connections to the server that break on their way: one in 25."""
+        """The connections to the server that break on their way: one in 25, or most of them."""
+        if self._resume:
+            return self._resumed_cut(link)
         rng = random.Random(f"{self.seed} link {link.number} {link.request}")
         likely = 0.15 if self.real else 0.04
         if not self._cuts or not link.request.startswith("POST") or rng.random() > likely:
@@ -231,6 +243,15 @@ class Run:
         assert link._server is not None
         self._ports.add(link._server.getsockname()[1])
         self.counts["server connection cut"] += 1
+        return Cut(rng.choice((0, 50, 400, 2000, 8000)), how=rng.choice(("close", "reset")))
+
+    def _resumed_cut(self, link: Link) -> Cut | None:
+        """Of a chat, or of what takes it up again; always behind the head of the answer."""
+        rng = random.Random(f"{self.seed} link {link.number}")
+        chat = link.request.startswith("POST /v1/chat/")
+        if not (chat or link.request.startswith("GET /v1/stream?")) or rng.random() > 0.6:
+            return None
+        self.counts["chat cut" if chat else "replay cut"] += 1
         return Cut(rng.choice((0, 50, 400, 2000, 8000)), how=rng.choice(("close", "reset")))
 
     # -- the streams ----------------------------------------------------------------------
@@ -273,6 +294,9 @@ class Run:
         plan = seen.plan
         # What a real server does not tell: whose connection was cut.
         cut = self.real or self.server.ports.get(plan.number) in self._ports
+        if self._resume:
+            # Before its first byte there is nothing to take up; a stream that has begun is whole.
+            cut = seen.kinds == ["error"]
         with self._lock:
             troubles = list(self.troubles)
         said = real_words(plan) if self.real else None
@@ -480,6 +504,7 @@ class Run:
             "threads": self.worker.threads(),
             "descriptors": descriptors,
             "rss": self.worker.rss(),
+            "resumes": facts["resumes"],
             "streams": self.done,
             "own": len(os.listdir("/proc/self/fd")),
         }
@@ -505,6 +530,9 @@ class Run:
                 f"  after {moment['streams']}: {moment['threads']} threads, {held} descriptors, "
                 f"{moment['rss'] >> 20} MiB; here {moment['own']} descriptors"
             )
+        if self._resume:
+            taken = max(moment["resumes"] for moment in self.quiet)
+            lines.append(f"  taken up again by one worker process: {taken} streams")
         if self.abort_seconds:
             slowest = max(self.abort_seconds)
             lines.append(f"  aborts answered: {len(self.abort_seconds)}, slowest {slowest:.3f} s")

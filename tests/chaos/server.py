@@ -360,6 +360,12 @@ class RealServer:
         return self._server.url
 
     @property
+    def keeps_streams(self) -> bool:
+        """Whether it can take a stream up again."""
+        lookup = f"{self.url}/v1/streams/lookup"
+        return requests.post(lookup, json={"conversation_ids": []}, timeout=5).ok
+
+    @property
     def active(self) -> list[int]:
         """The slots that compute."""
         try:
