@@ -75,7 +75,9 @@ def test_files_that_pages_name_are_there(page: Path) -> None:
     for name in re.findall(
         r"``((?:docs|tests|bench|examples|packaging|provider_llamacpp)/[\w./-]+)``", text_of(page)
     ):
-        assert (ROOT / name).exists() or list(ROOT.glob(f"{name}.*")), name
+        # The function that the page on contributing adds is not there, of course.
+        made = "preview" in name and page.name == "CONTRIBUTING.rst"
+        assert (ROOT / name).exists() or list(ROOT.glob(f"{name}.*")) or made, name
 
 
 def test_make_targets_that_pages_name_are_there() -> None:
