@@ -9,7 +9,7 @@ INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-p
 # Empty: the many processes of the tests are to share what the first has compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test thorough check format docs dist clean bench record chaos fuzz mutation audit
+.PHONY: demo test thorough check pyright format docs dist clean bench record chaos fuzz mutation audit
 
 $(VENV)/.demo: setup.cfg pyproject.toml
 	@echo "installing into $(VENV), which takes a minute the first time ..."
@@ -46,6 +46,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	MYPYPATH=docs/extensions $(BIN)/mypy docs/extensions docs/conf.py
+	MYPYPATH=examples $(BIN)/mypy examples
 	$(BIN)/vulture
 	$(BIN)/pylint --recursive=y provider_llamacpp bench docs/extensions examples tests
 	$(BIN)/coverage erase
@@ -56,6 +57,12 @@ check: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The examples as pyright sees them: what an application's author who uses it gets. It needs Node.js,
+# or fetches one.
+pyright: $(VENV)/.dev
+	$(INSTALL) pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python examples
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .coverage* .mypy_cache .ruff_cache .pytest_cache

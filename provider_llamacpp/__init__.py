@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .typed import Usage as Usage
     from .typed import UsageUpdate as UsageUpdate
     from .typed import decode_event as decode_event
+    from .typed import decode_message as decode_message
     from .worker import ProviderWorker as ProviderWorker
 
 _HOMES = {
@@ -72,7 +73,8 @@ _HOMES = {
     "summaries": ("CallSummary",),
     "typed": (
         *("AssistantMessage", "Block", "Event", "FunctionCall"),
-        *("TextBlock", "ThinkingBlock", "Usage", "decode_event"),
+        *("TextBlock", "ThinkingBlock", "Usage"),
+        *("decode_event", "decode_message"),
         *("Done", "Failure", "Ping", "Start", "Stop", "UsageUpdate"),
         *("FunctionCallDelta", "FunctionCallEnd", "FunctionCallStart"),
         *("TextDelta", "TextEnd", "TextStart"),

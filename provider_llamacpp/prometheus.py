@@ -11,9 +11,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from .server.health import ServerState
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""For the answer that carries the text."""
-
 Labels: TypeAlias = Mapping[str, str]
 Samples: TypeAlias = Iterator[tuple[Labels, float]]
 
@@ -26,7 +23,8 @@ class _Metric(NamedTuple):
 
 
 def prometheus_text(*stats: Mapping[str, Any]) -> str:
-    """The figures as text (exposition format 0.0.4), each with the label ``provider``.
+    """The figures as text, each with the label ``provider``: exposition format 0.0.4, served as
+    ``text/plain; version=0.0.4; charset=utf-8``.
 
     :param stats: of :meth:`ProviderWorker.stats`; several where a worker has several providers, or
         the process several workers

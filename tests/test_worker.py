@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from provider_llamacpp import FatalError, ProviderWorker, Settings
+from provider_llamacpp import FatalError, ProviderSettings, ProviderWorker, Settings
 from provider_llamacpp.local.engine import LoopbackEngine
 from provider_llamacpp.local.router import LoopbackRouter
 
@@ -100,3 +100,28 @@ def test_stats_hold_figures_and_no_secrets(engine, llama):
     assert stats["active_streams"] == stats["frames"] == stats["bytes"] == stats["reconnects"] == 0
     assert "key-1" not in repr(stats)
     assert "tok-1" not in repr(stats)
+
+
+def test_after_a_fork_it_says_that_it_is_not_there(engine, monkeypatch):
+    with ProviderWorker(Settings(url=engine.url)) as worker:
+        assert worker.wait_connected(PATIENCE)
+        with monkeypatch.context() as child:
+            child.setattr("provider_llamacpp.worker.os.getpid", lambda: 1)
+            for use in (
+                *(worker.start, worker.wait, worker.stats),
+                *(lambda: worker.wait_ready(0), lambda: worker.wait_connected(0)),
+            ):
+                with pytest.raises(RuntimeError, match="make a new worker here"):
+                    use()
+            assert worker.alive is False
+            worker.stop()
+        assert worker.alive and worker.stats()["connected"]
+
+
+def test_figures_of_each_provider(engine):
+    settings = Settings(url=engine.url, also=(ProviderSettings("pi5", "http://127.0.0.1:9"),))
+    with ProviderWorker(settings) as worker:
+        assert worker.stats()["id"] == worker.stats("llamacpp")["id"] == "llamacpp"
+        assert worker.stats("pi5")["id"] == "pi5"
+        with pytest.raises(KeyError):
+            worker.stats("pi6")

@@ -343,7 +343,7 @@ class LoopbackEngine:
 
     def _serve_worker(self, connection: EngineConnection, may_enter: bool) -> None:
         outbox = Outbox(connection, "loopback-send")
-        peer = Peer(outbox.post, outbox.close, connection.cut)
+        peer = Peer(outbox.post, outbox.close, connection.cut, connection.over)
         outbox.start()
         if not may_enter:
             error = {"code": "AUTH_ERROR", "message": "the token is missing or wrong"}

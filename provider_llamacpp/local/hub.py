@@ -159,9 +159,11 @@ class Hub:
 
     def _holder(self, peer: Peer, name: str) -> Peer | None:
         if self.profile.namespaces:
-            for each in self.peers.values():
+            for each in list(self.peers.values()):
                 if each is not peer and (each.name, each.namespace) == (name, peer.namespace):
-                    return each
+                    if not each.closed():
+                        return each
+                    self.leave(each)  # as its own thread is about to
         return None
 
     def _reject_worker(self, peer: Peer, name: str, holder: Peer) -> None:

@@ -18,6 +18,7 @@ from urllib.parse import parse_qs
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request
+from websockets.protocol import State
 from websockets.sync.server import ServerConnection
 
 from .channels import Channel, Direction
@@ -119,6 +120,10 @@ class EngineConnection(ServerConnection):
         # Whoever closes the socket then waits for the reading thread.
         self.gate.set()
         super().close_socket()
+
+    def over(self) -> bool:
+        """Whether a Close was seen or sent, or the connection is gone."""
+        return self.state is not State.OPEN
 
     def cut(self) -> None:
         """End the TCP connection without a Close frame; frees whoever reads, sends or waits."""

@@ -21,11 +21,13 @@ class Peer:
     :param post: queues the text of a frame for the peer; never blocks
     :param close: sends a Close with this code after what is queued
     :param cut: ends the TCP connection without a Close
+    :param closed: whether the connection is over, or on its way there
     """
 
     post: Callable[[str], None] = field(repr=False)
     close: Callable[[int], None] = field(repr=False)
     cut: Callable[[], None] = field(repr=False)
+    closed: Callable[[], bool] = field(repr=False)
     worker_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     reattach_token: str = field(default_factory=secrets.token_hex, repr=False)
     name: str | None = None
