@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 PROGRAM = "provider-llamacpp"
 WIDTH = 79
+USUAL_URL = "ws://127.0.0.1:49134"
+"""That of the settings, written once more: to import them takes longer than all else that
+``--help`` needs. A test compares the two."""
 DESCRIPTION = (
     "Joins llama-server to the iii engine: serves provider::llamacpp::stream, abort, embed, "
     "count_tokens, refresh_models, on_router_ready and status on the bus. Without a command it "
@@ -98,13 +101,11 @@ def _add_settings(to: argparse.ArgumentParser, *, again: bool = False) -> None:
     """The settings' flags; ``again`` repeats them behind a command without hiding the first."""
     import argparse
 
-    from .settings import DEFAULT_URL
-
     def add(name: str, help: str, **more: Any) -> None:
         more.setdefault("default", argparse.SUPPRESS if again else None)
         to.add_argument(name, help=argparse.SUPPRESS if again else help, **more)
 
-    add("--url", f"the engine's address (env III_URL, III_WS_URL; default {DEFAULT_URL})")
+    add("--url", f"the engine's address (env III_URL, III_WS_URL; default {USUAL_URL})")
     add("--config", "accepted and ignored: the router holds the configuration", metavar="PATH")
     add(
         "--id",
@@ -187,13 +188,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if "_ARGCOMPLETE" in os.environ:
         return complete()
-    from .errors import ProviderLlamacppError, SettingsError
-    from .settings import check_files, from_environment, unknown_variables
-
     options = parser(arguments).parse_args(arguments)
     if options.manifest:
         print(manifest())
         return 0
+    from .errors import ProviderLlamacppError, SettingsError
+    from .settings import check_files, from_environment, unknown_variables
+
     try:
         flags = {name: getattr(options, name, None) for name in SETTING_FLAGS}
         settings = from_environment(os.environ, **flags)

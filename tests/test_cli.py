@@ -115,6 +115,13 @@ def test_manifest(capsys):
     assert "armv7-unknown-linux-gnueabihf" in manifest["supported_targets"]
 
 
+def test_the_help_names_the_default_of_the_settings(capsys):
+    assert Settings().url == cli.USUAL_URL
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert cli.USUAL_URL in capsys.readouterr().out
+
+
 def test_help_and_version(capsys):
     assert cli.main(["--version"]) == 0
     version = capsys.readouterr().out
