@@ -52,3 +52,14 @@ def test_nothing_is_lost_but_a_repetition(prefill, texts):
     gone = whole[: len(whole) - len(found)]
     assert whole.endswith(found)
     assert gone == "" or gone.strip() == prefill.strip()
+
+
+def test_blanks_that_a_template_trimmed_are_taken_off_one_by_one():
+    """The server repeats what is left of them: here two of three."""
+    assert Echo("a \n\t").strip("a \nX") == "X"
+
+
+def test_what_follows_the_end_is_new():
+    echo = Echo("ab")
+    assert echo.strip("a") == "" and echo.release() == "a"
+    assert echo.strip("XX") == "XX"

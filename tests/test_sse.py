@@ -199,3 +199,16 @@ def test_a_blank_line_too_many_does_not_change_what_follows():
     for at in range(len(body)):
         cutter = EventCutter()
         assert cutter.feed(body[:at]) + cutter.feed(body[at:]) == expected
+
+
+def test_only_the_blank_line_too_many_goes():
+    """What stands behind it is a line as it was: this one is of an unknown field."""
+    assert EventCutter().feed(b"data: a\n\n\n data: x\n\n") == [b"a", Stray("text", b" data: x")]
+
+
+def test_a_mark_of_the_byte_order_counts_at_the_very_start_only():
+    mark = "\ufeff".encode()
+    assert EventCutter().feed(mark + b"data: a\n\n") == [b"a"]
+    assert EventCutter().feed(b": well\n\n" + mark + b"data: a\n\n") == [
+        Stray("text", mark + b"data: a")
+    ]

@@ -99,6 +99,7 @@ def test_odd_fragments_carry_nothing(odd):
 def test_the_place_of_arguments():
     function = {"arguments": "x"}
     assert argument_holder({"index": 0, "function": function}) is function
+    assert argument_holder({"index": 128, "function": function}) is function
     assert argument_holder({"index": 0}) == {}
-    for odd in (None, {}, {"index": 200}, {"index": 0, "id": "a"}, {"index": "0"}):
+    for odd in (None, {}, {"index": 129}, {"index": 0, "id": "a"}, {"index": "0"}):
         assert argument_holder(odd) is None
