@@ -20,7 +20,6 @@ nitpick_ignore = [("py:class", "provider_llamacpp.calls.Call")]
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_class_signature = "separated"
 python_maximum_signature_line_length = 72
 maximum_signature_line_length = 72
 smartquotes = False

@@ -107,7 +107,7 @@ def test_the_site_builds_and_its_links_lead_somewhere(tmp_path: Path) -> None:
     build("html", tmp_path)
     assert links.broken(tmp_path) == []
     page = text_of(tmp_path / "architecture.html")
-    assert page.count('<div class="picture"><svg ') == 7
+    assert page.count('<figure class="picture">') == 7
     for name in provider_llamacpp.__all__:
         places = [text_of(tmp_path / "reference" / f"{each}.html") for each in ("api", "settings")]
         assert any(f'id="provider_llamacpp.{name}"' in place for place in places), name

@@ -32,7 +32,8 @@ class Picture(Directive):
             svg = threads_picture()
         else:
             svg = package_picture(self.arguments[1])
-        return [nodes.raw("", f'<div class="picture">{svg}</div>', format="html")]
+        caption = "".join(f"<figcaption>{name}</figcaption>" for name in self.arguments[1:])
+        return [nodes.raw("", f'<figure class="picture">{caption}{svg}</figure>', format="html")]
 
 
 def imports_picture() -> str:
@@ -90,9 +91,17 @@ def public_place(
     return None
 
 
+def without_contents(app: Sphinx, doctree: nodes.document) -> None:
+    """Lists of contents are for who reads a page as text: the site has one beside each page."""
+    for topic in list(doctree.findall(nodes.topic)):
+        if "contents" in topic["classes"]:
+            topic.parent.remove(topic)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.add_directive("picture-of", Picture)
     app.add_directive("written-of", Written)
     app.connect("missing-reference", public_place)
+    app.connect("doctree-read", without_contents)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
