@@ -99,8 +99,9 @@ def main() -> int:
     top.add_argument("--sample", type=int, default=40, help="mutants of each (default 40)")
     top.add_argument("--seed", type=int, default=6)
     top.add_argument("--children", type=int, default=1, help="processes at once")
+    top.add_argument("--report", type=Path, default=ROOT / "build" / "mutation.txt")
     options = top.parse_args()
-    report = ROOT / "build" / "mutation.txt"
+    report: Path = options.report
     report.parent.mkdir(exist_ok=True)
     print("module                  mutants  tried  killed  survived", flush=True)
     with report.open("w") as out:

@@ -62,4 +62,4 @@ def test_blanks_that_a_template_trimmed_are_taken_off_one_by_one():
 def test_what_follows_the_end_is_new():
     echo = Echo("ab")
     assert echo.strip("a") == "" and echo.release() == "a"
-    assert echo.strip("XX") == "XX"
+    assert echo.strip("X") == "X"
