@@ -193,3 +193,15 @@ def test_any_history_arguments_parse_to_an_object(value: object) -> None:
 )
 def test_shallow(value: object, limit: int, expected: bool) -> None:
     assert shallow(value, limit) is expected
+
+
+@pytest.mark.parametrize(("depth", "whole"), [(100, True), (101, False)])
+@pytest.mark.parametrize(("left", "right"), [("[", "]"), ('{"x":', "}")])
+def test_the_depth_that_is_read_is_exactly_that_of_the_limit(
+    depth: int, whole: bool, left: str, right: str
+) -> None:
+    """With more brackets than the limit, so that they have to be followed."""
+    inner = left * (depth - 1) + "1" + right * (depth - 1)
+    value = parse_arguments('{"a":' + inner + ',"b":[[],[]]}')
+    assert ("_raw" in value) is not whole
+    assert whole is False or value["b"] == [[], []]
