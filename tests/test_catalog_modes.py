@@ -193,6 +193,8 @@ def test_one_model_that_embeds(llama_factory, source, variant, chats):
         assert found["context_window"] == server.row()["meta"]["n_ctx"]
         assert found["context_window"] == props["default_generation_settings"]["n_ctx"]
         assert front.call("refresh_models")["count"] == len(front.records()) == chats
+        (found,) = front.call("models_list")["models"]
+        assert found["for_chat"] is chats
         if chats:
             record = told(front, variant)
             check_context(record, server)

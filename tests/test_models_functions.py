@@ -39,6 +39,7 @@ from provider_llamacpp.cli import main
 from provider_llamacpp.commands import managing
 from provider_llamacpp.errors import BusError, Interrupted, InvalidRequest
 from provider_llamacpp.local.llama import LlamaOptions, LlamaServer
+from provider_llamacpp.server.catalog import Catalog
 from provider_llamacpp.server.follower import Follower
 from provider_llamacpp.server.management import ModelManager
 from provider_llamacpp.server.upstream import Target, Upstream
@@ -65,7 +66,7 @@ class Place:
             models=ModelManager(upstream, self.follower),
             settings=SimpleNamespace(allow_model_management=allowed),
             target=lambda call: (Target(server.url), 8192),
-            catalog=object(),
+            catalog=Catalog("llamacpp"),
         )
         self.context = Context(
             self.provider, None, Outlets(), lambda writer, call: self.channel, dict

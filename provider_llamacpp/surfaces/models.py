@@ -43,10 +43,13 @@ def models_list(context: Context, data: object, call: Call) -> Result:
     models = context.provider.models
     target, _ = context.provider.target(call)
     rows = models.rows(target, call, reload=reload)
-    return {
-        "router_mode": any(map(row_status, rows)),
-        "models": [models.facts(row) for row in rows],
-    }
+    listed = [models.facts(row) for row in rows]
+    catalog = context.provider.catalog
+    for each in listed:
+        # Of what it is for, a row does not tell all that is known.
+        if catalog is not None and (known := catalog.find(each["id"])) is not None:
+            each["for_chat"] = known.for_chat
+    return {"router_mode": any(map(row_status, rows)), "models": listed}
 
 
 def models_load(context: Context, data: object, call: Call) -> Result:
