@@ -10,7 +10,8 @@ import pytest
 from bus_peers import TIMEOUT, Run, Server, descriptors, eventually
 
 from provider_llamacpp.bus import link as link_module
-from provider_llamacpp.bus.link import Link, LinkError, Waker, origin, tls_context, wait_ready
+from provider_llamacpp.bus.link import Link, LinkError, origin, tls_context
+from provider_llamacpp.bus.waiting import Waker, wait_ready
 
 
 def make(url: str, **options: Any) -> Link:

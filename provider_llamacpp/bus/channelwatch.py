@@ -12,7 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from .link import Link, Waker, tls_context
+from .link import Link, tls_context
+from .waiting import Waker
 
 log = logging.getLogger(__name__)
 

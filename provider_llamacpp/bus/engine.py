@@ -25,9 +25,10 @@ from . import wire
 from .conversation import POST_WAIT, Conversation, framed
 from .delays import Delays
 from .invocations import Invocation, PendingCalls
-from .link import Link, LinkError, Waker, origin, tls_context
+from .link import Link, LinkError, origin, tls_context
 from .registrations import Function, Registrations
 from .session import Session, SessionOver
+from .waiting import Waker
 
 __all__ = ["Engine", "Function", "Invocation"]
 

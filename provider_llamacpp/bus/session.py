@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 
 from ..errors import ProviderLlamacppError
 from . import frames
-from .link import Link, LinkError, Waker
+from .link import Link, LinkError
+from .waiting import Waker
 
 MAX_MESSAGE = 64 * 1024**2
 """Bytes of one message in either direction (engine protocol 1.4)."""

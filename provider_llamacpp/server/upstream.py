@@ -29,7 +29,8 @@ from ..errors import ProviderError, SettingsError, redacted
 from ..events.classify import classify, network_error
 from .address import Target, normalise_api_url
 from .body import Counted, Dechunker, Framing, FramingError, UntilClose
-from .dialing import Line, LineRequest, Session, Source
+from .dialing import Line
+from .transport import LineRequest, Session, Source
 
 __all__ = ["Reply", "Target", "Upstream", "UpstreamStream", "normalise_api_url"]
 
