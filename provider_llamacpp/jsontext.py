@@ -14,6 +14,13 @@ DEPTH_LIMIT = 100
 """Containers inside each other. serde_json, which the router reads with, stops at 128 and then
 skips the whole frame in silence; the frame around a value takes some of them."""
 
+READ_LIMIT = 500
+"""Containers inside each other that are read at all. Python 3.13 follows them ten thousand deep,
+whatever the stack: on that of a thread it would be the end of the process."""
+
+_BRACKETS = b"[]{}"
+_OTHERS = bytes(set(range(256)) - set(_BRACKETS))
+
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
@@ -60,10 +67,28 @@ def loads(text: str | bytes) -> Any:
     """
     if not isinstance(text, str):
         text = text.decode("utf-8", "replace")
+    check_depth(text)
     try:
         return _DECODER.decode(text)
     except RecursionError as error:
         raise ValueError("JSON nested too deep") from error
+
+
+def check_depth(text: str) -> None:
+    """Before JSON ``text`` is read; nearly always decided by counting.
+
+    :raises ValueError: if more than :data:`READ_LIMIT` containers lie inside each other
+    """
+    if text.count("[") + text.count("{") <= READ_LIMIT:
+        return
+    # Without its escapes every second part between quotes is a string.
+    plain = text.encode("utf-8", "surrogatepass").replace(rb"\\", b"").replace(rb"\"", b"")
+    outside = b"".join(plain.split(b'"')[::2]).translate(None, _OTHERS)
+    depth = 0
+    for bracket in outside:
+        depth += 1 if bracket in b"[{" else -1
+        if depth > READ_LIMIT:
+            raise ValueError("JSON nested too deep")
 
 
 def shallow(value: object, limit: int = DEPTH_LIMIT) -> bool:

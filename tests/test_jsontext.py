@@ -71,5 +71,31 @@ def test_deep_nesting_is_an_error_and_no_crash():
         deep = deep[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("[" * 500 + "]" * 500, True),
+        ("[" * 501 + "]" * 501, False),
+        ('{"a":' * 501 + "1" + "}" * 501, False),
+        ('[{"a":' * 250 + "1" + "}]" * 250, True),
+        ("[" + "[]," * 5000 + "{}]", True),
+        (r'["\\",' + '"' + "[" * 600 + '"]', True),
+        (r'["\"' + "[" * 600 + '"]', True),
+        (r'["\\\"' + "{" * 600 + '"]', True),
+        (r'["\\"' + "," + "[" * 600 + "]" * 600 + "]", False),
+        ('["\ud800",' + "[" * 600 + "]" * 600 + "]", False),
+    ],
+)
+def test_the_depth_that_is_read(text, fits):
+    """Counted without the strings: what a model writes there may hold brackets without end."""
+    if fits:
+        assert jsontext.loads(text) is not None
+        jsontext.check_depth(text)
+    else:
+        for read in (jsontext.loads, jsontext.check_depth):
+            with pytest.raises(ValueError, match=r"^JSON nested too deep$"):
+                read(text)
+
+
 def test_bad_bytes_read_as_replacement():
     assert jsontext.loads(b'"a\xffb"') == "a\ufffdb"

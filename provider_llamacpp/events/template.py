@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ..jsontext import check_depth
 from .toolcalls import argument_holder
 
 _TEXT_KEYS = ("content", "reasoning_content", "reasoning")
@@ -36,8 +37,10 @@ def read(payload: bytes) -> Any:
 
     :raises ValueError: for anything else, and for nesting too deep
     """
+    text = payload.decode("utf-8", "replace")
+    check_depth(text)
     try:
-        return _DECODER.decode(payload.decode("utf-8", "replace"))
+        return _DECODER.decode(text)
     except RecursionError as error:
         raise ValueError("JSON nested too deep") from error
 
