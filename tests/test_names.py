@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transcripts import RELAXED
 
-from provider_llamacpp.transcript.names import NameTable
+from provider_llamacpp.transcript.names import LONGEST, NameTable
 
 PATTERN = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 # Few letters and the signs that matter, so that clashes are common.
@@ -98,3 +98,10 @@ def test_every_id_has_its_own_fitting_name_that_leads_back(
     assert len(set(names.values())) == len(names)
     assert all(table.decode(name) == id for id, name in names.items())
     assert all(table.encode(id) == name for id, name in names.items())
+
+
+def test_a_name_that_is_too_long_keeps_what_fits_of_its_beginning() -> None:
+    name = NameTable().encode("a b" * 60)
+    assert len(name) == LONGEST
+    assert name[: LONGEST - 9] == ("a_b" * 60)[: LONGEST - 9]
+    assert name[LONGEST - 9] == "_"

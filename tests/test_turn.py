@@ -703,3 +703,10 @@ def test_names_are_quoted_where_they_are_shown():
         decode_name=lambda name: f'{name}"%d',
     )
     assert found == [('i"%b', 'n\ufffd"%d', {})]
+
+
+def test_a_key_that_an_event_quotes_is_taken_out_of_the_error():
+    event_of = {"error": {"message": "bad key s3cret", "code": 500}}
+    message = terminal(event(event_of), secret="s3cret")
+    assert "bad key" in message["error_message"]
+    assert "s3cret" not in json.dumps(message)
