@@ -5,8 +5,8 @@ id ``demo``, embeddings, metrics and slots on, no API key. ``llama_factory`` sta
 test. Both take the ``llama-server`` program when there is one (``LLAMA_SERVER_BIN`` or PATH), else
 ``xllamacpp``. Tests that need the program itself ask for ``llama_program``.
 
-What takes its minutes is marked ``thorough`` and runs with ``--thorough`` only, which also tries ten
-times as many examples of a property: ``make thorough``, ``make check`` and CI do.
+What takes its minutes is marked ``thorough`` and runs with ``--thorough`` only, which also tries
+ten times as many examples of a property: ``make thorough``, ``make check`` and CI do.
 """
 
 from __future__ import annotations

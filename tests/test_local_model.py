@@ -200,8 +200,7 @@ class TestDemo:
         texts = ["a small llama", "small a llama", "0123456789"]
         # One at a time: with several slots, llama-server pools texts of one batch wrongly.
         same, shuffled, other = (
-            post(llama, "/v1/embeddings", {"input": text})["data"][0]["embedding"]
-            for text in texts
+            post(llama, "/v1/embeddings", {"input": text})["data"][0]["embedding"] for text in texts
         )
 
         def likeness(one: list[float], two: list[float]) -> float:
