@@ -157,3 +157,17 @@ def test_chunks_of_known_lengths_survive_any_split(sizes: list[int], cuts: list[
         start = end
     assert found == b"".join(parts)
     assert body.complete
+
+
+def test_what_looks_like_a_chunk_is_read_for_what_it_is() -> None:
+    """Behind the last chunk it is trailers, and where a line end is due it is a fault."""
+    chunk = b"5\r\nhello\r\n"
+    body = Dechunker()
+    assert body.feed(chunk) == b"hello" and body.feed(b"0\r\n") == b""
+    assert body.feed(chunk) == b"" and not body.complete
+    assert body.feed(b"\r\n") == b"" and body.complete
+
+    body = Dechunker()
+    assert body.feed(chunk) == b"hello" and body.feed(chunk[:-2]) == b"hello"
+    with pytest.raises(FramingError):
+        body.feed(chunk)
