@@ -36,7 +36,8 @@ def _described(value: Any) -> Description:
         return _class(value)
     if inspect.isfunction(value):
         return str(inspect.signature(value))
-    if names := [each.__name__ for each in get_args(value) if inspect.isclass(each)]:
+    if parts := get_args(value):
+        names = (each.__name__ if type(each) is type else str(each) for each in parts)
         return "one of " + ", ".join(sorted(names))
     return type(value).__name__
 
