@@ -347,7 +347,8 @@ def test_a_buffer_that_dropped_what_was_missed(keeping, path):
     message = turn.end()
     assert message["error_kind"] == "transient"
     assert "no longer holds what was missed" in message["error_message"]
-    assert texts(message)["text"].startswith(demo.LOOP)
+    # However little had come before the cut.
+    assert texts(message)["text"].startswith(demo.LOOP.split()[0])
     assert busy_after(server, time.monotonic()) < 2.0
 
 
