@@ -14,12 +14,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .answers import assembler_for, last_frames, open_answer
 from .calls import Call
+from .carrier import Carrier
 from .errors import ConsumerGone, Interrupted, InvalidRequest, ProviderError, redacted
 from .events.assembler import Assembler
 from .events.classify import NOT_LOADED, classify
@@ -136,7 +136,7 @@ class StreamRun:
         ) as stream:
             self._headers_at = time.monotonic()
             call.phase, self._source = "reading", stream
-            self._relay(stream.read)
+            self._relay(stream)
 
     def _classify(self, status: int, body: bytes) -> ProviderError:
         failure = None
@@ -144,11 +144,11 @@ class StreamRun:
             failure = self.provider.load_failure(self.request.model, self.target, self.call)
         return classify(status, body, alone=self._runs.others(self) == 0, load_failure=failure)
 
-    def _relay(self, read: Callable[[], bytes]) -> None:
+    def _relay(self, stream: Answer) -> None:
         """The token path: what has arrived is read in one go and leaves in one go."""
-        assembler, channel = self.assembler, self.channel
+        assembler, channel, carrier = self.assembler, self.channel, self._runs.carrier
         assert channel is not None
-        feed, send = assembler.feed, channel.send
+        read, feed, send = stream.read, assembler.feed, channel.send
         # The first token is apart, so that its time can be taken without a clock for the others.
         while not assembler.started:
             block = read()
@@ -159,11 +159,35 @@ class StreamRun:
                 self._writing = False
             if not block or assembler.ended:
                 return
-        while not assembler.ended and (block := read()):
-            if frames := feed(block):
-                self._writing = True
-                send(frames)
-                self._writing = False
+        with carrier.flowing():
+            while not assembler.ended:
+                if carrier.crowded and not self._carried(stream, channel):
+                    continue
+                if not (block := read()):
+                    return
+                if frames := feed(block):
+                    self._writing = True
+                    send(frames)
+                    self._writing = False
+
+    def _carried(self, stream: Answer, channel: Channel) -> bool:
+        """Have the tokens moved together with those of others, until there is more to do: whether
+        that is a read of our own."""
+        descriptor = stream.share()
+        if descriptor is None:
+            return True
+        flow = Flow(descriptor, stream, self.assembler, channel)
+        try:
+            self._runs.carrier.carry(flow)
+        finally:
+            stream.unshare()
+        if flow.error is not None:
+            raise flow.met()
+        if flow.kept:
+            self._writing = True
+            channel.flush()
+            self._writing = False
+        return not (flow.kept or self.assembler.ended)
 
     def _end(self) -> None:
         call = self.call
@@ -320,6 +344,50 @@ def _prompt(progress: dict[str, Any] | None) -> dict[str, int] | None:
     return found if len(found) == len(names) else None
 
 
+class Flow:
+    """The token path of one stream, one step at a time, for the thread that carries it."""
+
+    def __init__(
+        self, descriptor: int, stream: Answer, assembler: Assembler, channel: Channel
+    ) -> None:
+        self.error: Exception | None = None
+        """What a step met, for the stream's own thread to raise."""
+        self.kept = False
+        """The channel had no room for all frames, and waits for its :meth:`~.Channel.flush`."""
+        self.patience = stream.patience
+        self.expire = stream.expire
+        self._descriptor = descriptor
+        self._stream = stream
+        self._arrived = stream.arrived
+        self._assembler = assembler
+        self._send = channel.send
+
+    def fileno(self) -> int:
+        """The server's socket."""
+        return self._descriptor
+
+    def met(self) -> Exception:
+        """The error, taken out: one that is kept would keep all that it passed through."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
+    def step(self) -> bool:
+        """What has arrived is read in one go and leaves in one go; False if there is more to do."""
+        try:
+            block = self._arrived()
+            if block is None:
+                return False
+            assembler = self._assembler
+            if block and (frames := assembler.feed(block)) and not self._send(frames, wait=False):
+                self.kept = True
+                return False
+            return not (assembler.ended or self._stream.over)
+        except Exception as error:
+            self.error = error
+            return False
+
+
 class Runs:
     """The streams that run now, and what the ended ones came to.
 
@@ -327,6 +395,8 @@ class Runs:
     """
 
     def __init__(self, errors: RecentErrors | None = None) -> None:
+        self.carrier = Carrier()
+        """Moves the tokens of those that flow."""
         self._errors = errors or RecentErrors()
         self._runs: dict[int, StreamRun] = {}
         self._lock = threading.Lock()

@@ -40,7 +40,7 @@ LAYERS = [
     {"bus.conversation", "bus.channel"},
     {"bus.engine"},
     {"router"},
-    {"provider"},
+    {"provider", "carrier"},
     {"streaming"},
     {"surfaces.outlet", "refusals"},
     {"surfaces.context"},

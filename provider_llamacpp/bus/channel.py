@@ -178,15 +178,17 @@ class Channel:
 
     # -- the call's thread ----------------------------------------------------------------
 
-    def send(self, events: Sequence[bytes]) -> None:
+    def send(self, events: Sequence[bytes], *, wait: bool = True) -> bool:
         """Send each event as a text frame, all in one system call if there is room.
 
+        :param wait: False keeps what there is no room for; then :meth:`flush` is to be called
+        :returns: whether nothing was kept
         :raises ConsumerGone: if the reader has left, or read nothing for the send timeout
         :raises ProviderError: ``permanent`` if an event is longer than a frame may be (16 MiB);
             the events before it went out, and the channel can still be finished
         """
         if not events:
-            return
+            return True
         with self._lock:
             if self._finished or self._gone:
                 raise ConsumerGone("the channel is closed")
@@ -194,11 +196,20 @@ class Channel:
                 data = frames.text_frames(events, self._keys.take)
             except frames.OversizedFrame as error:
                 if before := events[: error.index]:
-                    self._send(frames.text_frames(before, self._keys.take), error.index)
+                    self._send(frames.text_frames(before, self._keys.take), error.index, wait=wait)
                 raise ProviderError("permanent", f"an event cannot be sent: {error}") from error
-            self._send(data, len(events))
+            done = self._send(data, len(events), wait=wait)
         if self._pongs:
             self._answer_pings()
+        return done
+
+    def flush(self) -> None:
+        """Send what was kept, and wait for room.
+
+        :raises ConsumerGone: as :meth:`send`
+        """
+        with self._lock:
+            self._send(b"", 0, wait=True)
 
     def finish(self, events: Sequence[bytes] = (), *, told: float | None = None) -> None:
         """Send the last events, close and release everything; idempotent, raises nothing.
@@ -233,21 +244,26 @@ class Channel:
             if self._try(data, self._send_timeout):
                 self.sent += len(fitting)
 
-    def _send(self, data: bytes, count: int) -> None:
-        """Needs the lock."""
-        if not self._try(data, self._send_timeout):
+    def _send(self, data: bytes, count: int, *, wait: bool) -> bool:
+        """Needs the lock. Whether nothing was kept."""
+        done = self._try(data, self._send_timeout if wait else None)
+        if done is None:
             raise ConsumerGone("the channel's reader has left or does not read")
         self.sent += count
+        return done
 
-    def _try(self, data: bytes, timeout: float) -> bool:
-        """Needs the lock. After a failure half a frame may be out, so nothing may follow."""
+    def _try(self, data: bytes, timeout: float | None) -> bool | None:
+        """Needs the lock. Whether all is out; None if it failed: half a frame may be out then, so
+        nothing may follow. Without a timeout there is no wait, and what is left is kept."""
         try:
+            if timeout is None:
+                return self._link.begin(data)
             self._link.send(data, timeout)
         except LinkError as error:
             log.debug("a channel's reader is gone: %s", error)
             self._gone = True
             self._link.cut()
-            return False
+            return None
         return True
 
     # -- the watchdog's thread ------------------------------------------------------------

@@ -257,6 +257,25 @@ class Link:
         finally:
             self._waiting = False
 
+    def begin(self, data: bytes) -> bool:
+        """Send of ``data`` what needs no wait, and keep the rest for the next :meth:`send`.
+
+        :returns: whether nothing is left
+        :raises LinkError: if the connection is gone
+        """
+        if self._rest:
+            data, self._rest = self._rest + data, b""
+        try:
+            sent = self._send_now(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise LinkError(_reason(error)) from error
+        if sent == len(data):
+            return True
+        self._rest = data[sent:]
+        return False
+
     def send_some(self, data: bytes | memoryview) -> int:
         """How many bytes of ``data`` could be sent without a wait; 0 if none.
 

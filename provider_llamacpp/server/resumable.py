@@ -124,6 +124,38 @@ class ResumableStream:
                 self._ended = True
         return b""
 
+    # -- without a wait, as of UpstreamStream: breaks are for read() ------------------------
+
+    @property
+    def patience(self) -> float | None:
+        """See :class:`~provider_llamacpp.server.upstream.UpstreamStream`."""
+        return self._stream.patience
+
+    @property
+    def over(self) -> bool:
+        """What comes next, if anything does, is for :meth:`read` to find out."""
+        return self._stream.over
+
+    def share(self) -> int | None:
+        """See :class:`~provider_llamacpp.server.upstream.UpstreamStream`."""
+        return None if self._ended else self._stream.share()
+
+    def arrived(self) -> bytes | None:
+        """See :class:`~provider_llamacpp.server.upstream.UpstreamStream`."""
+        block = self._stream.arrived()
+        if block:
+            self.consumed += len(block)
+            self._last = block
+        return block
+
+    def expire(self) -> None:
+        """See :class:`~provider_llamacpp.server.upstream.UpstreamStream`."""
+        self._stream.expire()
+
+    def unshare(self) -> None:
+        """See :class:`~provider_llamacpp.server.upstream.UpstreamStream`."""
+        self._stream.unshare()
+
     def close(self) -> None:
         """Drop the connection; have the server stop, unless it said it is done. Twice does no harm.
 

@@ -44,6 +44,8 @@ class Source(io.RawIOBase):
         """Kept open: the socket counts its files, and lives until the last is closed."""
         self._sock = sock
         self._line = line
+        self.patience: float | None = None
+        """Seconds a wait for a read lasts at most, as :meth:`share` found it."""
 
     def receive(self, size: int) -> bytes:
         """What arrives next, at most ``size`` bytes; ``b""`` at the end."""
@@ -53,6 +55,29 @@ class Source(io.RawIOBase):
         if self._line.deadline is not None:
             self._sock.settimeout(self._line.left())
         return self._sock.recv(size)
+
+    def arrived(self, size: int) -> bytes:
+        """What has arrived, without a wait, while :meth:`share` is on; ``b""`` at the end.
+
+        :raises BlockingIOError: if nothing has
+        """
+        return self._sock.recv(size)
+
+    def share(self) -> int | None:
+        """From now on there is no wait for what arrives; returns the descriptor that tells of it.
+
+        None, and all as before, if no descriptor tells everything: over TLS, or while something is
+        here already.
+        """
+        if self._rest or isinstance(self._sock, ssl.SSLSocket) or self._line.deadline is not None:
+            return None
+        self.patience = self._sock.gettimeout()
+        self._sock.setblocking(False)
+        return self._sock.fileno()
+
+    def unshare(self) -> None:
+        """Wait again as before :meth:`share`."""
+        self._sock.settimeout(self.patience)
 
     def readline(self, size: int | None = -1) -> bytes:
         """Up to the next line end, or ``size`` bytes if there is none among them."""

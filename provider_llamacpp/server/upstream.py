@@ -95,7 +95,10 @@ class UpstreamStream:
         self._take = self._source.receive
         self._feed = self._framing.feed
         self._room = SMALL
-        self._ended = self._framing.complete and not self._framing.until_close
+        self._fault: Exception | None = None
+        """What :meth:`arrived` met, for :meth:`read` to raise."""
+        self.over = self._framing.complete and not self._framing.until_close
+        """Nothing more will come."""
 
     def read(self) -> bytes:
         """Wait for the next bytes of the body; all that have arrived. ``b""`` is a clean end.
@@ -104,35 +107,85 @@ class UpstreamStream:
         :raises Interrupted: if the call is aborted
         """
         call = self._call
-        while not self._ended:
+        while not self.over:
             room = self._room
             try:
+                if self._fault is not None:
+                    raise self._met()
                 raw = self._take(room)
+                # What arrives after an abort is nobody's: the caller was told that it is over.
+                if call is not None and call.reason is not None:
+                    call.check()
+                if not raw:
+                    self.over = True
+                    if not self._framing.complete:
+                        raise self._broke_off()
+                    break
+                if data := self._unframed(raw, room):
+                    return data
             except _FAULTS as error:
                 self._line.check()
                 raise network_error(error, self._root) from error
-            if len(raw) == room or room == BLOCK:
-                self._room = BLOCK if len(raw) >= SMALL else SMALL
-            # What arrives after an abort is nobody's: the caller was told that it is over.
-            if call is not None and call.reason is not None:
-                call.check()
-            if not raw:
-                self._ended = True
-                if not self._framing.complete:
-                    raise self._broke_off()
-                break
-            try:
-                data = self._feed(raw)
             except FramingError as error:
                 raise ProviderError(
                     "transient", f"llama-server at {self._root} sent a broken answer: {error}"
                 ) from error
-            if self._framing.complete and not self._framing.until_close:
-                self._ended = True
-            if data:
-                self.consumed += len(data)
-                return data
         return b""
+
+    def _met(self) -> Exception:
+        """Taken out, as a fault that is kept would keep all that it passed through."""
+        fault, self._fault = self._fault, None
+        assert fault is not None
+        return fault
+
+    def _unframed(self, raw: bytes, room: int) -> bytes:
+        """:raises FramingError: if ``raw`` is none of the body's"""
+        if len(raw) == room or room == BLOCK:
+            self._room = BLOCK if len(raw) >= SMALL else SMALL
+        data = self._feed(raw)
+        if self._framing.complete and not self._framing.until_close:
+            self.over = True
+        self.consumed += len(data)
+        return data
+
+    # -- without a wait: for who looks after many answers at once ---------------------------
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds without a byte after which the body counts as broken off."""
+        return self._source.patience
+
+    def share(self) -> int | None:
+        """From now until :meth:`unshare`, :meth:`arrived` is to be used instead of :meth:`read`.
+
+        :returns: the descriptor that tells when something has arrived; None, and all as before, if
+            this answer cannot be read like that
+        """
+        return None if self.over else self._source.share()
+
+    def arrived(self) -> bytes | None:
+        """What has arrived of the body, maybe nothing; None if all further is for :meth:`read`: the
+        end, a fault, an abort."""
+        call, room = self._call, self._room
+        if self.over or (call is not None and call.reason is not None):
+            return None
+        try:
+            raw = self._source.arrived(room)
+            # An end stays one: it is there for the next read.
+            return self._unframed(raw, room) if raw else None
+        except BlockingIOError:
+            return b""
+        except (*_FAULTS, FramingError) as error:
+            self._fault = error
+            return None
+
+    def expire(self) -> None:
+        """The body counts as broken off: nothing has come for the time of its patience."""
+        self._fault = TimeoutError("timed out")
+
+    def unshare(self) -> None:
+        """:meth:`read` is to be used again."""
+        self._source.unshare()
 
     def read_all(self, limit: int) -> bytes:
         """The rest of the body.
@@ -199,6 +252,17 @@ class _Foreign:
     def __init__(self, response: requests.Response) -> None:
         self._blocks = response.raw.stream(BLOCK, decode_content=False)
         self.close = response.close
+
+    patience = None
+
+    def share(self) -> None:
+        """It cannot be read without a wait."""
+
+    def arrived(self, size: int) -> bytes:  # pragma: no cover (never shared)
+        raise BlockingIOError
+
+    def unshare(self) -> None:  # pragma: no cover (never shared)
+        pass
 
     def receive(self, size: int) -> bytes:
         return next(self._blocks, b"")
