@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -423,3 +424,19 @@ def test_reading_a_catalog_imports_no_record_library() -> None:
         "import sys, provider_llamacpp.server.catalog; sys.exit('dataclasses_json' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_an_option_without_a_value_does_not_take_the_next_for_one() -> None:
+    row = {"id": "a", "status": {"args": ["--jinja", "--parallel", "3", "-c", "-1", "-fa", "--x"]}}
+    found = launch_options(row)
+    assert (found["jinja"], found["parallel"], found["x"]) == ("", "3", "")
+    assert "-1" in found.values()
+
+
+def test_where_none_is_named_the_best_of_those_that_run_answers() -> None:
+    big, small = info({"id": "big-70b"}), info({"id": "small-1b"})
+    for state, answers in (("sleeping", "small-1b"), ("loaded", "small-1b"), ("failed", "big-70b")):
+        models = replace(big, state="unloaded"), replace(small, state=state)
+        best = Catalog("p", models, router_mode=True).default()
+        assert best is not None and best.id == answers
+    assert Catalog("p").default() is None

@@ -105,3 +105,10 @@ def test_a_name_that_is_too_long_keeps_what_fits_of_its_beginning() -> None:
     assert len(name) == LONGEST
     assert name[: LONGEST - 9] == ("a_b" * 60)[: LONGEST - 9]
     assert name[LONGEST - 9] == "_"
+
+
+def test_a_long_name_of_half_surrogates() -> None:
+    first, second = "\ud800" * 200, "\ud801" * 200
+    table = NameTable([first, second])
+    assert table.encode(first) != table.encode(second)
+    assert len(table.encode(first)) == LONGEST

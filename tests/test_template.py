@@ -173,3 +173,10 @@ def test_reading_is_mild_where_nothing_is_lost():
 
 def test_events_of_the_tests_are_what_they_seem():
     assert read(payload_of(event({"a": 1}))) == {"a": 1}
+
+
+def test_a_text_that_is_the_probe_itself_is_found_in_its_own_place():
+    other, own = b'{"x":{"content":"', b'0"},"choices":[{"index":0,"delta":{"content":"'
+    payload = other + own + b'0"}}]}'
+    chunk = read(payload)
+    assert learn(payload, chunk, leaf_of(chunk)) == (other + own, b'"}}]}')
