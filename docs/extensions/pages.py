@@ -96,6 +96,9 @@ def without_contents(app: Sphinx, doctree: nodes.document) -> None:
     for topic in list(doctree.findall(nodes.topic)):
         if "contents" in topic["classes"]:
             topic.parent.remove(topic)
+            # Headings lead back to a list that has them.
+            for title in doctree.findall(nodes.title):
+                title.attributes.pop("refid", None)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
