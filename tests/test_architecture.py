@@ -143,7 +143,10 @@ def test_conversion_does_no_io(module):
 
 def run(code):
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-B", "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

@@ -271,7 +271,6 @@ RAW = st.sampled_from(
 STREAM = st.lists(EVENT | EVENT | EVENT | RAW, max_size=25)
 
 
-@settings(max_examples=250, deadline=None)
 @given(
     STREAM,
     st.lists(st.integers(0, 4000), max_size=6),

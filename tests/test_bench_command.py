@@ -813,7 +813,9 @@ def test_levels_that_were_never_measured_on_both_ways_are_left_out(monkeypatch):
 # --- the picture -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slots", [2, 3, 8, None])
+@pytest.mark.parametrize(
+    "slots", [2, *(pytest.param(each, marks=pytest.mark.thorough) for each in (3, 8, None))]
+)
 def test_a_picture_holds_both_ways_in_three_panels(tmp_path, slots):
     path = tmp_path / "bench.svg"
     plot.draw(a_report(slots=slots, levels=(1, 2, 4)), path)
@@ -832,6 +834,7 @@ def test_a_picture_holds_both_ways_in_three_panels(tmp_path, slots):
     assert sum("all slots" in each for each in texts) == (3 if slots in (2, 3) else 0)
 
 
+@pytest.mark.thorough
 def test_the_same_figures_give_the_same_picture(tmp_path):
     made = a_report()
     plot.draw(made, tmp_path / "a.svg")
@@ -839,6 +842,7 @@ def test_the_same_figures_give_the_same_picture(tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+@pytest.mark.thorough
 def test_a_picture_of_one_level(tmp_path):
     plot.draw(a_report(levels=(1,)), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -20,6 +20,7 @@ def test_a_line_that_is_cut_costs_a_resumable_stream_nothing(tmp_path):
     assert run.counts["chat cut"] > 5
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_the_laws_hold_whatever_breaks(tmp_path):

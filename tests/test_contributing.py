@@ -100,6 +100,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_the_five_steps_make_a_bus_function(copy: Path) -> None:
     write, describe, register, test, write_down = steps()
 

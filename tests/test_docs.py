@@ -98,6 +98,7 @@ def build(builder: str, to: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(
     not (importlib.util.find_spec("sphinx") and importlib.util.find_spec("furo")),

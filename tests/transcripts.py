@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 # Other tests may keep the processor busy, so no example has a deadline.
-RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 TEXT = st.text(max_size=6) | st.sampled_from(["", "hi", "\n", "a\ud83d"])
 CALL_ID = st.sampled_from(["c1", "c2", "c3", ""])
