@@ -17,7 +17,7 @@ import pytest
 from provider_llamacpp._version import VERSION
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.thorough]
 
 
 def backend(folder: Path, call: str) -> str:
