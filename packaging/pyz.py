@@ -185,7 +185,7 @@ def bytecode(python: str, files: dict[str, bytes]) -> dict[str, bytes]:
     """The modules among ``files`` as ``python`` compiles them, and the data beside our own."""
     with tempfile.TemporaryDirectory(prefix="pyz-") as place:
         source, target = Path(place, "source"), Path(place, "target")
-        names = sorted(name for name in files if name.endswith(".py") and "/" in name)
+        names = sorted(name for name in files if name.endswith(".py") and name != "__main__.py")
         for name in names:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes(files[name])

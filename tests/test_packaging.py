@@ -22,7 +22,11 @@ MAGIC = importlib.util.MAGIC_NUMBER.hex()
 ALONE = ("-I", "-S")
 """Nothing of the environment, nothing installed: only the standard library."""
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("packaging")]
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.xdist_group("packaging"),
+    pytest.mark.thorough,
+]
 
 
 def script(name: str) -> ModuleType:
@@ -127,9 +131,13 @@ def test_what_is_inside(made: Path) -> None:
     assert not [each for each in names if each.endswith((".so", ".pyd", ".dll"))]
     assert not [each for each in names if "/tests/" in each or "__pycache__" in each]
     root = made.parent.parent
-    for source in (root / "provider_llamacpp").rglob("*.py"):
-        name = source.relative_to(root).as_posix()
-        assert {name, f"bytecode/{MAGIC}/{name}c"} <= names
+    modules = {each for each in names if each.endswith(".py")}
+    own = {path.relative_to(root).as_posix() for path in (root / "provider_llamacpp").rglob("*.py")}
+    assert own | {"typing_extensions.py"} < modules
+    left_out = {"__main__.py", "certifi/__init__.py", "certifi/__main__.py", "certifi/core.py"}
+    assert {f"bytecode/{MAGIC}/{each}c" for each in modules - left_out} == {
+        each for each in names if each.endswith(".pyc")
+    }
     licences = {each.split("-")[0] for each in names if ".dist-info/" in each and "LICEN" in each}
     assert {"requests", "certifi", "urllib3", "idna"} <= licences
 
