@@ -81,7 +81,7 @@ $(VENV)/.bench: setup.cfg pyproject.toml bench/requirements.txt
 	@echo "installing into $(VENV), which takes a minute the first time ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
-	$(INSTALL) --editable '.[local,bench]' --requirement bench/requirements.txt
+	$(INSTALL) --editable '.[bench]' --requirement bench/requirements.txt
 	touch $@
 
 # The worker beside its peers and limits: the cases that have a bar. "python -m bench" runs all.
