@@ -71,7 +71,7 @@ def layer_of(module):
     for number, layer in enumerate(LAYERS):
         if module in layer:
             return number
-    raise AssertionError(f"{module} has no place in LAYERS")
+    raise AssertionError(f"{module} has no place in LAYERS (tests/test_architecture.py)")
 
 
 def imported(module, *, lazily=False):
@@ -86,7 +86,8 @@ def test_imports_go_one_way(module):
 
 
 def test_every_layer_exists():
-    assert {name for layer in LAYERS for name in layer} == set(MODULES)
+    placed = {name for layer in LAYERS for name in layer}
+    assert placed == set(MODULES), f"without a place, or no more there: {placed ^ set(MODULES)}"
 
 
 def test_the_walk_sees_imports_of_every_form():

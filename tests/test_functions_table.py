@@ -13,7 +13,7 @@ def test_the_table_is_that_of_the_schemas() -> None:
 def test_every_function_has_a_row() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for surface in SURFACES:
-        assert f"* - ``{surface.name}``: " in page
+        assert f"* - ``{surface.name}``: " in page, "run: python tests/functions_table.py"
 
 
 def test_it_reads_well() -> None:

@@ -123,11 +123,13 @@ def test_what_is_not_allowed_is_not_registered() -> None:
 def test_agents_are_kept_from_all_of_them() -> None:
     rules = (ROOT / "iii-permissions.yaml").read_text(encoding="utf-8").split()
     for name in NAMES | set(function_schemas("llamacpp")):
-        assert f"'!provider::llamacpp::{name}'" in rules, name
+        assert f"'!provider::llamacpp::{name}'" in rules, (
+            f"iii-permissions.yaml lacks - '!provider::llamacpp::{name}'"
+        )
 
 
 def test_schemas_fit_the_table_and_are_sound() -> None:
-    assert set(SCHEMAS) == NAMES
+    assert set(SCHEMAS) == NAMES, "surfaces/schemas.json and SURFACES differ"
     titles = set()
     for entry in SCHEMAS.values():
         assert set(entry) == {"description", "metadata", "request_format", "response_format"}
