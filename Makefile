@@ -36,9 +36,10 @@ TEST = pytest -n $(JOBS) --reruns 1
 test: $(VENV)/.dev
 	$(BIN)/python -m $(TEST)
 
-# The tests that take their minutes, which "make test" leaves out.
+# The tests that take their minutes, which "make test" leaves out, and ten times as many examples of
+# each property.
 thorough: $(VENV)/.dev
-	$(BIN)/python -m $(TEST) --thorough -m thorough
+	$(BIN)/python -m $(TEST) --thorough -m "thorough or hypothesis"
 
 CODE = provider_llamacpp bench docs/extensions examples tests
 # Bus functions, which only the table of surfaces names: vulture cannot see that they are used.

@@ -189,10 +189,10 @@ def test_a_cut_at_any_moment_of_an_attempt() -> None:
     """The handshake is answered while the cut comes: whichever is first, nothing hangs or leaks."""
     before = descriptors()
     with Server() as server:
-        for number in range(25):
+        for number in range(50):
             link = make(server.url)
             connecting = Run(lambda link=link: link.connect(TIMEOUT))  # type: ignore[misc]
-            cutting = threading.Timer(number / 10_000, link.cut)
+            cutting = threading.Timer(number / 20_000, link.cut)
             cutting.start()
             try:
                 server.accept()

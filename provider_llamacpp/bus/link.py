@@ -222,16 +222,9 @@ class Link:
         :raises LinkError: if the connection is gone, or the time is over and half a frame may
             be out: use it no more then
         """
-        if self._rest:
-            data, self._rest = self._rest + data, b""
-        try:
-            sent = self._send_now(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            raise LinkError(_reason(error)) from error
-        if sent != len(data):
-            self._send_slowly(memoryview(data)[sent:], timeout)
+        if not self.begin(data):
+            rest, self._rest = self._rest, b""
+            self._send_slowly(memoryview(rest), timeout)
 
     def _send_slowly(self, data: memoryview, timeout: float) -> None:
         sock = self._sock

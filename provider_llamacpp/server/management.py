@@ -48,6 +48,8 @@ class ModelManager:
         self._follower = follower
         self._lock = threading.Lock()
         self._ended: dict[str, float] = {}
+        self._asked_for: dict[str, float] = {}
+        """Downloads begun here, and when: one that fails at once leaves no row to see it by."""
         """Loads and downloads that were ended on demand, and when: their rows tell a failure."""
 
     # -- looking -------------------------------------------------------------------------------
@@ -113,6 +115,11 @@ class ModelManager:
         with self._lock:
             return time.monotonic() - self._ended.get(model, -ENDED_SECONDS) < ENDED_SECONDS
 
+    def was_asked_for(self, model: str) -> bool:
+        """Whether a download of ``model`` was begun just now by this worker."""
+        with self._lock:
+            return time.monotonic() - self._asked_for.get(model, -ENDED_SECONDS) < ENDED_SECONDS
+
     # -- doing ---------------------------------------------------------------------------------
 
     def load(self, target: Target, model: str, call: Call | None = None) -> dict[str, Any]:
@@ -160,6 +167,12 @@ class ModelManager:
         reply = self._post(target, "/models", model, call)
         if not reply.ok:
             raise self._refused(reply)
+        with self._lock:
+            now = time.monotonic()
+            late = [name for name, at in self._asked_for.items() if now - at > ENDED_SECONDS]
+            for name in late:
+                del self._asked_for[name]
+            self._asked_for[model] = now
         return {"model": model, "state": "downloading"}
 
     def delete(self, target: Target, model: str, call: Call | None = None) -> dict[str, Any]:
@@ -323,7 +336,7 @@ class _Watch:
         """There is no row: such is the end of a download that failed, too."""
         if self._manager.was_ended(self._model):
             return self._cancelled("the download was cancelled")
-        if self._activity is None:
+        if self._activity is None and not self._manager.was_asked_for(self._model):
             return self._end("failed", f"llama-server has no model {self._model!r}")
         return self._end(
             "failed",
