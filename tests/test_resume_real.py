@@ -442,6 +442,8 @@ def test_an_abort_while_the_model_loads(llama_program, llama_factory, tmp_path, 
     way = path(server)
     turn = Turn(way.caller, "forever", model="heavy")
     wait_until(lambda: [each["phase"] for each in way.streams()] == ["queued"])
+    # Before the request is out there is nothing to stop.
+    wait_until(lambda: any(each.startswith(CHAT) for each in way.proxy.requests()))
     assert turn.abort()["aborted"]
     turn.end()
     wait_until(lambda: not way.streams())
