@@ -24,9 +24,10 @@ from .calls import Call, CallRegistry
 from .errors import BusError, Interrupted, InvalidRequest, ProviderError, redacted
 from .provider import Provider
 from .recent import RecentErrors
-from .refusals import Refusals
+from .refusals import Refusals, refuse
+from .runs import Runs
 from .schemas import function_schemas
-from .streaming import OpenChannel, Runs, StreamRun, refuse
+from .streaming import OpenChannel, StreamRun
 from .summaries import CallSummary, wall_clock
 from .surfaces.context import Context
 from .surfaces.outlet import Outlets

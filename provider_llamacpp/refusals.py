@@ -8,15 +8,52 @@ so that a crowd does not use up the descriptors.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .answers import assembler_for, last_frames
+from .errors import ConsumerGone, Interrupted, ProviderError
+from .transcript.convert import Abilities
+
+if TYPE_CHECKING:
+    from .bus.channel import Channel
+    from .calls import Call
+    from .payloads import StreamRequest
+    from .streaming import OpenChannel
 
 THREADS = 4
 MOST_TOLD = 48
 """Channels at once that have had their last frame and wait for their end."""
+
+log = logging.getLogger(__name__)
+
+
+def refuse(
+    open_channel: OpenChannel,
+    request: StreamRequest,
+    call: Call,
+    error: ProviderError,
+    provider: str,
+) -> Channel | None:
+    """Tell a caller that was not admitted, with one ``error`` frame.
+
+    :returns: the channel, which is still to be finished; None if there is none
+    """
+    assembler = assembler_for(request, provider, Abilities())
+    try:
+        channel = open_channel(request.writer, call)
+    except (ConsumerGone, Interrupted, ProviderError) as failure:
+        log.debug("a refused caller could not be told: %s", failure)
+        return None
+    try:
+        channel.send(last_frames(assembler, call, error, None)[0])
+    except (ConsumerGone, ProviderError) as failure:
+        log.debug("a refused caller could not be told: %s", failure)
+    return channel
 
 
 class Told(Protocol):

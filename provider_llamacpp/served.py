@@ -19,10 +19,11 @@ from .provider import Provider
 from .recent import RecentErrors
 from .refusals import Refusals
 from .router import RouterClient
+from .runs import Runs
 from .server.discovery import PORTS, Discovery
 from .server.upstream import Upstream
 from .settings import Settings
-from .streaming import OpenChannel, Runs
+from .streaming import OpenChannel
 from .summaries import CallSummary
 from .surfaces.outlet import Outlets
 

@@ -11,26 +11,24 @@ whatever this thread blocks on.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .answers import assembler_for, last_frames, open_answer
 from .calls import Call
-from .carrier import Carrier
 from .errors import ConsumerGone, Interrupted, InvalidRequest, ProviderError, redacted
 from .events.assembler import Assembler
 from .events.classify import NOT_LOADED, classify
+from .flow import Flow
 from .payloads import StreamRequest, WriterRef
-from .recent import RecentErrors
 from .summaries import CallSummary, wall_clock
-from .transcript.convert import Abilities, Prepared, chat_body
+from .transcript.convert import Prepared, chat_body
 
 if TYPE_CHECKING:
     from .answers import Answer
     from .bus.channel import Channel
+    from .carrier import Carrier
     from .provider import Provider
     from .server.modelevents import Progress
     from .server.upstream import Target
@@ -47,10 +45,23 @@ class OpenChannel(Protocol):
     def __call__(self, writer: WriterRef, call: Call) -> Channel: ...
 
 
+class Neighbours(Protocol):
+    """What a stream asks about those that run beside it (:class:`~.runs.Runs` answers)."""
+
+    carrier: Carrier
+    """Moves the tokens of those that flow."""
+
+    def alone(self, number: int) -> bool:
+        """Whether the stream ``number`` has its server for itself."""
+
+    def others(self, run: StreamRun) -> int:
+        """How many other streams run on the server of ``run``."""
+
+
 class StreamRun:
     """One stream.
 
-    :param runs: all streams of this worker: whether another one runs on the same server decides
+    :param runs: all streams of its provider: whether another one runs on the same server decides
         if a full context pool is the prompt's fault or the neighbours'
     """
 
@@ -62,7 +73,7 @@ class StreamRun:
         open_channel: OpenChannel,
         *,
         fat: bool,
-        runs: Runs,
+        runs: Neighbours,
         traceparent: str | None = None,
     ) -> None:
         self.provider = provider
@@ -342,140 +353,3 @@ def _prompt(progress: dict[str, Any] | None) -> dict[str, int] | None:
     given = progress or {}
     found = {new: given[old] for old, new in names.items() if type(given.get(old)) is int}
     return found if len(found) == len(names) else None
-
-
-class Flow:
-    """The token path of one stream, one step at a time, for the thread that carries it."""
-
-    def __init__(
-        self, descriptor: int, stream: Answer, assembler: Assembler, channel: Channel
-    ) -> None:
-        self.error: Exception | None = None
-        """What a step met, for the stream's own thread to raise."""
-        self.kept = False
-        """The channel had no room for all frames, and waits for its :meth:`~.Channel.flush`."""
-        self.patience = stream.patience
-        self.expire = stream.expire
-        self._descriptor = descriptor
-        self._stream = stream
-        self._arrived = stream.arrived
-        self._assembler = assembler
-        self._send = channel.send
-
-    def fileno(self) -> int:
-        """The server's socket."""
-        return self._descriptor
-
-    def met(self) -> Exception:
-        """The error, taken out: one that is kept would keep all that it passed through."""
-        error, self.error = self.error, None
-        assert error is not None
-        return error
-
-    def step(self) -> bool:
-        """What has arrived is read in one go and leaves in one go; False if there is more to do."""
-        try:
-            block = self._arrived()
-            if block is None:
-                return False
-            assembler = self._assembler
-            if block and (frames := assembler.feed(block)) and not self._send(frames, wait=False):
-                self.kept = True
-                return False
-            return not (assembler.ended or self._stream.over)
-        except Exception as error:
-            self.error = error
-            return False
-
-
-class Runs:
-    """The streams that run now, and what the ended ones came to.
-
-    :param errors: told how streams failed
-    """
-
-    def __init__(self, errors: RecentErrors | None = None) -> None:
-        self.carrier = Carrier()
-        """Moves the tokens of those that flow."""
-        self._errors = errors or RecentErrors()
-        self._runs: dict[int, StreamRun] = {}
-        self._lock = threading.Lock()
-        self._outcomes: Counter[str] = Counter()
-        self._usage: Counter[str] = Counter()
-        self._frames = self._consumed = self._resumes = 0
-        self._last_error: str | None = None
-
-    def add(self, run: StreamRun) -> None:
-        """``run`` begins."""
-        with self._lock:
-            self._runs[run.call.number] = run
-
-    def remove(self, run: StreamRun) -> None:
-        """``run`` has ended; its figures go into the totals."""
-        with self._lock:
-            del self._runs[run.call.number]
-            self._outcomes[run.outcome] += 1
-            self._frames += run.frames
-            self._consumed += run.consumed
-            self._resumes += run.resumes
-            self._usage.update(run.assembler.usage)
-            if run.error is not None:
-                self._last_error = f"stream {run.call.number}: {run.error.message}"
-        where = f"stream {run.call.number}"
-        if run.error is not None:
-            self._errors.add(where, run.error.kind, run.error.message)
-        elif run.invalid is not None:
-            self._errors.add(where, "invalid request", run.invalid.message)
-
-    def snapshot(self) -> list[StreamRun]:
-        """The running streams, oldest first."""
-        with self._lock:
-            return list(self._runs.values())
-
-    def totals(self) -> dict[str, Any]:
-        """Since the start: streams by outcome, frames sent, bytes read, breaks after which a stream
-        was taken up again, tokens of the streams that have ended, the last error."""
-        with self._lock:
-            running = list(self._runs.values())
-            return {
-                "outcomes": dict(self._outcomes),
-                "frames": self._frames + sum(run.frames for run in running),
-                "bytes": self._consumed + sum(run.consumed for run in running),
-                "resumes": self._resumes + sum(run.resumes for run in running),
-                "usage": dict(self._usage),
-                "last_error": self._last_error,
-            }
-
-    def alone(self, number: int) -> bool:
-        """Whether the stream ``number`` has its server for itself."""
-        with self._lock:
-            run = self._runs.get(number)
-        return run is None or self.others(run) == 0
-
-    def others(self, run: StreamRun) -> int:
-        """How many other streams run on the server of ``run``."""
-        return sum(1 for each in self.snapshot() if each is not run and each.root == run.root)
-
-
-def refuse(
-    open_channel: OpenChannel,
-    request: StreamRequest,
-    call: Call,
-    error: ProviderError,
-    provider: str,
-) -> Channel | None:
-    """Tell a caller that was not admitted, with one ``error`` frame.
-
-    :returns: the channel, which is still to be finished; None if there is none
-    """
-    assembler = assembler_for(request, provider, Abilities())
-    try:
-        channel = open_channel(request.writer, call)
-    except (ConsumerGone, Interrupted, ProviderError) as failure:
-        log.debug("a refused caller could not be told: %s", failure)
-        return None
-    try:
-        channel.send(last_frames(assembler, call, error, None)[0])
-    except (ConsumerGone, ProviderError) as failure:
-        log.debug("a refused caller could not be told: %s", failure)
-    return channel

@@ -14,8 +14,9 @@ from peers import Answers, Request, ScriptedServer
 
 from provider_llamacpp.calls import Call
 from provider_llamacpp.errors import BusError, ConsumerGone, InvalidRequest
+from provider_llamacpp.runs import Runs
 from provider_llamacpp.server.upstream import Target, Upstream
-from provider_llamacpp.streaming import OpenChannel, Runs
+from provider_llamacpp.streaming import OpenChannel
 from provider_llamacpp.surfaces.context import Context
 from provider_llamacpp.surfaces.outlet import Outlets
 from provider_llamacpp.surfaces.table import SURFACES, surface_schemas

@@ -41,9 +41,9 @@ LAYERS = [
     {"bus.conversation", "bus.channel"},
     {"bus.engine"},
     {"router"},
-    {"provider", "carrier"},
+    {"provider", "carrier", "flow"},
     {"streaming"},
-    {"surfaces.outlet", "refusals"},
+    {"surfaces.outlet", "refusals", "runs"},
     {"surfaces.context"},
     {
         *("surfaces.infill", "surfaces.metrics", "surfaces.rerank", "surfaces.slots"),

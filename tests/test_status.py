@@ -28,10 +28,11 @@ from provider_llamacpp.local.engine import LoopbackEngine
 from provider_llamacpp.local.stack import LocalStack
 from provider_llamacpp.payloads import decode_stream
 from provider_llamacpp.recent import RecentErrors
+from provider_llamacpp.runs import Runs
 from provider_llamacpp.schemas import function_schemas
 from provider_llamacpp.server.address import Target
 from provider_llamacpp.server.modelevents import Progress
-from provider_llamacpp.streaming import Runs, StreamRun
+from provider_llamacpp.streaming import StreamRun
 from provider_llamacpp.transcript.convert import Abilities
 
 PATIENCE = 30.0

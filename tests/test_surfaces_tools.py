@@ -22,9 +22,10 @@ from surfacing import (
 
 from provider_llamacpp.calls import Call
 from provider_llamacpp.errors import BusError, ConsumerGone, Interrupted, InvalidRequest
+from provider_llamacpp.runs import Runs
 from provider_llamacpp.server.upstream import Target
 from provider_llamacpp.settings import Settings
-from provider_llamacpp.streaming import Runs, StreamRun
+from provider_llamacpp.streaming import StreamRun
 from provider_llamacpp.surfaces import outlet
 from provider_llamacpp.surfaces.table import allowed
 

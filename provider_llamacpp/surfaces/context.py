@@ -20,7 +20,8 @@ from .outlet import Outlets, Result, Say
 
 if TYPE_CHECKING:
     from ..provider import Provider
-    from ..streaming import OpenChannel, Runs
+    from ..runs import Runs
+    from ..streaming import OpenChannel
 
 SECONDS = 20.0
 """For a question that is answered at once, unless the model has to be woken or loaded."""
