@@ -124,8 +124,7 @@ def test_the_five_steps_make_a_bus_function(copy: Path) -> None:
     (copy / name).write_text(tests, encoding="utf-8")
     check_style(copy, name)
 
-    (layers, command), *_ = blocks(write_down)
-    put_in(copy / layers, '    {"surfaces.table"},\n', '    {"surfaces.preview"},\n')
+    (_, command), *_ = blocks(write_down)
     put_in(copy / "docs/architecture.rst", "``.thinking``  ", "``.preview``             a prompt\n")
     run(copy, *command.split()[1:])
 
@@ -133,7 +132,7 @@ def test_the_five_steps_make_a_bus_function(copy: Path) -> None:
     assert asked is not None
     files = asked[1].split()
     assert [file for file in files if not (copy / file).exists()] == []
-    chosen = "preview or page or table or row or layer or agents or schemas"
+    chosen = "preview or page or table or row or map or agents or schemas"
     pytest_options = ("-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k", chosen)
     assert " passed" in run(copy, *pytest_options, *files)
     assert run(copy, "-W", "error", "-c", ON_THE_BUS) == "{'prompt': '<user>Hello'}\n"
