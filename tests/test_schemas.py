@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from provider_llamacpp.schemas import function_schemas
 
+PACKAGE = Path(__file__).parent.parent / "provider_llamacpp"
 REFERENCE: dict[str, Any] = {
     entry["name"].removeprefix("provider::llamacpp::"): entry
     for entry in json.loads(
@@ -183,6 +185,13 @@ def test_texts_speak_of_the_id_at_hand(id: str) -> None:
     found = [text for text in texts(function_schemas(id)) if "provider::" in text]
     assert found
     assert all(f"provider::{id}::" in text and "<id>" not in text for text in found)
+
+
+@pytest.mark.parametrize("path", ["schemas.json", "surfaces/schemas.json"])
+def test_functions_stand_in_the_order_of_their_names(path: str) -> None:
+    names = list(json.loads((PACKAGE / path).read_text(encoding="utf-8")))
+    for name, after in itertools.pairwise(names):
+        assert name < after, f"{path}: move {after!r} up, functions stand in the order of names"
 
 
 def test_each_call_has_its_own_copy() -> None:

@@ -17,7 +17,8 @@ from provider_llamacpp import BusError, Settings
 from provider_llamacpp.commands.caller import Caller
 from provider_llamacpp.local.stack import LocalStack
 from provider_llamacpp.schemas import function_schemas
-from provider_llamacpp.surfaces.table import SURFACES, allowed
+from provider_llamacpp.surfaces import table
+from provider_llamacpp.surfaces.table import SURFACES, Surface, allowed, surface_schemas
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -141,6 +142,13 @@ def test_schemas_fit_the_table_and_are_sound() -> None:
             assert set(schema.get("required", ())) <= set(schema.get("properties", ()))
             titles.add(schema["title"])
     assert len(titles) == 2 * len(SCHEMAS)
+
+
+def test_a_function_that_is_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "SURFACES", (*SURFACES, Surface("preview", "preview")))
+    lacks = r"surfaces/schemas\.json does not describe 'preview': add an entry of that name"
+    with pytest.raises(LookupError, match=lacks):
+        surface_schemas("llamacpp")
 
 
 def test_answers_and_refuses(place: Place) -> None:

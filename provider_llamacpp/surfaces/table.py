@@ -70,5 +70,15 @@ def allowed(settings: Settings) -> Iterator[Surface]:
 
 def surface_schemas(id: str) -> dict[str, dict[str, Any]]:
     """What is registered with each function of provider ``id``, as
-    :func:`~provider_llamacpp.schemas.function_schemas` has it."""
-    return load(__package__, id)
+    :func:`~provider_llamacpp.schemas.function_schemas` has it.
+
+    :raises LookupError: if a function of the table is not described in ``schemas.json``
+    """
+    schemas = load(__package__, id)
+    for surface in SURFACES:
+        if surface.name not in schemas:
+            raise LookupError(
+                f"provider_llamacpp/surfaces/schemas.json does not describe {surface.name!r}: add "
+                "an entry of that name with description, metadata and both formats"
+            )
+    return schemas
