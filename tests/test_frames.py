@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import tracemalloc
+from typing import Any
 
 import pytest
 from bus_peers import server_frame
@@ -45,7 +47,7 @@ def fixed(count: int) -> bytes:
     return bytes(range(1, count + 1))
 
 
-SIZES = [0, 1, 2, 3, 4, 5, 125, 126, 127, 65535, 65536, 65537]
+SIZES = [0, 1, 2, 3, 4, 5, 125, 126, 127, 65535, 65536, 65537, 3 * frames.PIECE + 1]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -63,6 +65,27 @@ def test_a_batch_is_its_frames_in_order(payloads: list[bytes]) -> None:
     assert all(each.opcode is Opcode.TEXT and each.fin for each in as_server(data))
 
 
+def test_long_frames_stand_among_short_ones_in_their_order() -> None:
+    payloads = [b"a", os.urandom(frames.PIECE + 3), b"b" * 200, os.urandom(2 * frames.PIECE), b""]
+    data = frames.text_frames(payloads, KeyPool().take)
+    assert [bytes(each.data) for each in as_server(data)] == payloads
+
+
+@pytest.mark.parametrize("written", [frames.text_frames, frames.message_frames])
+def test_a_long_frame_costs_little_beside_its_own_bytes(written: Any) -> None:
+    """The last frame of a long answer has megabytes, and many answers may end at once."""
+    payload = b"x" * (8 << 20)
+    given = payload if written is frames.message_frames else [payload]
+    tracemalloc.start()
+    try:
+        data = written(given, fixed)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(data[0] if isinstance(data, list) else data) > len(payload)
+    assert peak < 1.5 * len(payload)
+
+
 def test_every_frame_has_a_key_of_its_own() -> None:
     data = frames.text_frames([b"\0\0\0\0"] * 100, KeyPool().take)
     keys = {data[at + 2 : at + 6] for at in range(0, len(data), 10)}
@@ -73,6 +96,9 @@ def test_a_payload_over_the_limit_is_named_by_its_place() -> None:
     with pytest.raises(OversizedFrame, match="16777217 bytes") as caught:
         frames.text_frames([b"a", b"b" * (frames.MAX_FRAME + 1)], fixed)
     assert caught.value.index == 1
+    with pytest.raises(OversizedFrame) as caught:
+        frames.text_frames([b"a" * frames.MAX_FRAME, b"b", b"c" * (frames.MAX_FRAME + 1)], fixed)
+    assert caught.value.index == 2
 
 
 @given(st.binary(max_size=2000), st.binary(min_size=4, max_size=4))

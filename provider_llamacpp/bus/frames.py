@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from io import SEEK_END, BytesIO
 from struct import pack
 
 CONT, TEXT, BINARY, CLOSE, PING, PONG = 0x0, 0x1, 0x2, 0x8, 0x9, 0xA
@@ -21,6 +22,9 @@ MAX_FRAME = 16 * 1024**2
 FRAGMENT = 1024**2
 """Bytes of payload in each fragment of a message longer than that (engine protocol 1.4)."""
 MAX_CONTROL = 125
+PIECE = 64 * 1024
+"""Bytes masked in one go: masking needs four copies of them for a moment, and the last frame of a
+long answer has megabytes. A multiple of four, so that the key goes on where it stopped."""
 
 NORMAL, PROTOCOL_ERROR, NO_CODE, TOO_BIG = 1000, 1002, 1005, 1009
 """Close codes; :data:`NO_CODE` is what a Close without one reads as."""
@@ -75,9 +79,13 @@ class KeyPool:
         return key
 
 
-def mask(payload: bytes, key: bytes) -> bytes:
+def mask(payload: bytes | memoryview, key: bytes) -> bytes:
     """``payload`` masked with the 4 bytes of ``key``, or unmasked: it is its own inverse."""
     size = len(payload)
+    if size > PIECE:
+        out = BytesIO()
+        _write_masked(out, payload, key)
+        return out.getvalue()
     words = (size + 3) >> 2
     stream = int.from_bytes(key * words, "little")
     return (int.from_bytes(payload, "little") ^ stream).to_bytes(words << 2, "little")[:size]
@@ -95,16 +103,35 @@ def text_frames(payloads: Sequence[bytes], keys: Keys) -> bytes:
         size = len(payload)
         if size < 126:
             head = _SHORT_HEADS[size]
-        elif size <= MAX_FRAME:
+        elif size <= PIECE:
             head = _head(TEXT, size, True)
         else:
-            raise OversizedFrame(len(frames), size)
+            return _long_text_frames(payloads, keys)
         key = keys(4)
         words = (size + 3) >> 2
         # The lines of mask(), without the call: this runs for every token.
         masked = number(payload, "little") ^ number(key * words, "little")
         frames.append(head + key + masked.to_bytes(words << 2, "little")[:size])
     return frames[0] if len(frames) == 1 else b"".join(frames)
+
+
+def _long_text_frames(payloads: Sequence[bytes], keys: Keys) -> bytes:
+    """:func:`text_frames` where one is long: no copy but the result, which is not joined either."""
+    out = BytesIO()
+    for index, payload in enumerate(payloads):
+        size = len(payload)
+        if size > MAX_FRAME:
+            raise OversizedFrame(index, size)
+        key = keys(4)
+        out.write(_head(TEXT, size, True) + key)
+        _write_masked(out, payload, key)
+    return out.getvalue()
+
+
+def _write_masked(out: BytesIO, payload: bytes | memoryview, key: bytes) -> None:
+    view = memoryview(payload)
+    for at in range(0, len(view), PIECE):
+        out.write(mask(view[at : at + PIECE], key))
 
 
 def message_frames(text: bytes, keys: Keys) -> list[bytes]:
@@ -127,7 +154,13 @@ def message_frames(text: bytes, keys: Keys) -> list[bytes]:
 
 def client_frame(opcode: int, payload: bytes, key: bytes, *, fin: bool = True) -> bytes:
     """One masked frame."""
-    return _head(opcode, len(payload), fin) + key + mask(payload, key)
+    head = _head(opcode, len(payload), fin) + key
+    if len(payload) <= PIECE:
+        return head + mask(payload, key)
+    out = BytesIO(head)
+    out.seek(0, SEEK_END)
+    _write_masked(out, payload, key)
+    return out.getvalue()
 
 
 def close_frame(key: bytes, code: int = NORMAL) -> bytes:
