@@ -156,10 +156,17 @@ def test_cases(name):
 # Reads, and the two ways
 
 
-OPTIONS = [{}, {"fat": True}, {"prefill": "I say:\n\n"}, {"warnings": ["w"]}]
+# The ids hold no backslash: pytest doubles it each time it collects in one process, and mutmut then
+# asks for tests that it does not find.
+OPTIONS = {
+    "plain": {},
+    "fat": {"fat": True},
+    "prefill": {"prefill": "I say:\n\n"},
+    "warnings": {"warnings": ["w"]},
+}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("name", sorted(BODIES))
 def test_frames_depend_neither_on_reads_nor_on_the_way(name, options):
     body = BODIES[name]
