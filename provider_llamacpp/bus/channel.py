@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -199,8 +199,11 @@ class Channel:
                     self._send(frames.text_frames(before, self._keys.take), error.index, wait=wait)
                 raise ProviderError("permanent", f"an event cannot be sent: {error}") from error
             done = self._send(data, len(events), wait=wait)
-        if self._pongs:
-            self._answer_pings()
+        while self._pongs:
+            # Here and not by an offer, which has no place to wait for room.
+            with self._lock:
+                if pongs := b"".join(self._taken_pongs()):
+                    done = self._send(pongs, 0, wait=wait)
         return done
 
     def flush(self) -> None:
@@ -283,7 +286,9 @@ class Channel:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            if self._finished or self._gone or not self._link.offer(make()):
+            if self._finished or self._gone:
+                return False
+            if not (data := make()) or not self._link.offer(data):
                 return False
             self.sent += events
             return True
@@ -342,7 +347,11 @@ class Channel:
             on_gone()
 
     def _answer_pings(self) -> None:
-        """Answer pings of the WebSocket layer, unless a sender is at it: it calls here then."""
+        """Answer pings of the WebSocket layer, unless a sender is at it, who does so then."""
+        if self._pongs:
+            self._offer(lambda: b"".join(self._taken_pongs()), 0)
+
+    def _taken_pongs(self) -> Iterator[bytes]:
+        """Needs the lock."""
         while self._pongs:
-            if not self._offer(lambda: frames.pong_frame(os.urandom(4), self._pongs.popleft()), 0):
-                return
+            yield frames.pong_frame(os.urandom(4), self._pongs.popleft())

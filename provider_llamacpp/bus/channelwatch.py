@@ -9,8 +9,8 @@ import logging
 import selectors
 import ssl
 import threading
-from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from .link import Link, tls_context
 from .waiting import Waker
@@ -26,10 +26,12 @@ class ChannelWatch:
 
     def __init__(self, name: str = "llamacpp-channels") -> None:
         self._name = name
-        self._lock = threading.Lock()
-        self._orders: deque[tuple[Link, Callable[[], bool] | None, threading.Event | None]] = (
-            deque()
-        )
+        self._lock = threading.RLock()
+        """Guards what is watched, and is held while one link is read: whoever has it knows that
+        the thread touches none."""
+        self._selector: selectors.BaseSelector | None = None
+        """What the thread waits with, while it runs. Others change what it waits for: the kernel
+        takes that up at once, and where a list is waited on instead, the thread is woken."""
         self._thread: threading.Thread | None = None
         self._waker: Waker | None = None
         self._context: dict[tuple[str | None, str | None], ssl.SSLContext] = {}
@@ -37,7 +39,7 @@ class ChannelWatch:
     @property
     def running(self) -> bool:
         """Whether ends are noticed."""
-        return self._waker is not None
+        return self._selector is not None
 
     def start(self) -> None:
         """Start the thread; may follow a :meth:`stop`.
@@ -45,39 +47,41 @@ class ChannelWatch:
         :raises RuntimeError: if it runs
         """
         with self._lock:
-            if self._waker is not None:
+            if self._selector is not None:
                 raise RuntimeError("the watch runs already")
-            self._waker = waker = Waker()
-        self._thread = threading.Thread(
-            target=self._run, args=(waker, selectors.DefaultSelector()), name=self._name
-        )
-        self._thread.daemon = True
+            self._waker, self._selector = Waker(), selectors.DefaultSelector()
+            self._selector.register(self._waker.receiver, selectors.EVENT_READ)
+            self._thread = threading.Thread(
+                target=self._run, args=(self._waker, self._selector), name=self._name, daemon=True
+            )
         self._thread.start()
 
     def stop(self, timeout: float = 2.0) -> None:
         """End the thread; channels go on without being watched. Idempotent."""
         with self._lock:
-            waker, self._waker = self._waker, None
-        if waker is not None and self._thread is not None:
-            waker.wake()
+            running, self._selector = self._selector is not None, None
+        if running and self._waker is not None and self._thread is not None:
+            self._waker.wake()
             self._thread.join(timeout)
 
     def add(self, link: Link, on_readable: Callable[[], bool]) -> None:
         """Have ``on_readable`` called on the watch's thread when ``link`` has something to read,
-        and once at the beginning, until it returns False. It must not block."""
-        self._tell(link, on_readable, None)
+        and once here and now, until it returns False. It must not block."""
+        with self._lock:
+            # Asked first: over TLS something may be here that no selector tells of.
+            if self._selector is not None and _still_open(on_readable):
+                try:
+                    self._selector.register(link, selectors.EVENT_READ, on_readable)
+                except ValueError:
+                    return  # it was closed before
+                self._changed()
 
     def remove(self, link: Link) -> None:
         """Forget ``link``; the watch's thread does not touch it any more when this returns."""
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return
-        done = threading.Event()
-        if self._tell(link, None, done):
-            while not done.wait(1.0) and thread.is_alive():
-                pass  # pragma: no cover (a machine so busy)
-        else:
-            thread.join()
+        with self._lock:
+            if self._selector is not None and _watched(self._selector, link):
+                self._selector.unregister(link)
+                self._changed()
 
     def tls_context(self, ca_file: str | None, client_cert: str | None) -> ssl.SSLContext:
         """As :func:`.link.tls_context`, kept: loading certificates for each stream takes too long.
@@ -90,44 +94,35 @@ class ChannelWatch:
                 self._context[key] = tls_context(ca_file, client_cert)
             return self._context[key]
 
-    def _tell(
-        self, link: Link, on_readable: Callable[[], bool] | None, done: threading.Event | None
-    ) -> bool:
-        with self._lock:
-            if self._waker is None:
-                return False
-            self._orders.append((link, on_readable, done))
-            self._waker.wake()
-            return True
+    def _changed(self) -> None:
+        if self._waker is not None and not hasattr(self._selector, "fileno"):
+            self._waker.wake()  # pragma: no cover (neither Linux nor a BSD)
 
     # -- its thread -----------------------------------------------------------------------
 
     def _run(self, waker: Waker, selector: selectors.BaseSelector) -> None:
-        with selector:
-            selector.register(waker.receiver, selectors.EVENT_READ)
-            while self._waker is waker:
-                for key, _ in selector.select():
-                    if key.data is None:
-                        waker.drain()
-                    elif not _still_open(key.data):
+        while self._selector is selector:
+            for key, _ in selector.select():
+                if key.data is None:
+                    waker.drain()
+                    continue
+                with self._lock:
+                    # It may have been removed since, and its descriptor be another's by now.
+                    if self._selector is not selector or not _watched(selector, key.fileobj):
+                        continue
+                    if not _still_open(key.data) and _watched(selector, key.fileobj):
                         selector.unregister(key.fileobj)
-                self._obey(selector)
-            self._obey(selector)
-        waker.close()
+        with self._lock:
+            selector.close()
+            waker.close()
 
-    def _obey(self, selector: selectors.BaseSelector) -> None:
-        while self._orders:
-            link, on_readable, done = self._orders.popleft()
-            try:
-                if on_readable is None:
-                    selector.unregister(link)
-                elif _still_open(on_readable):
-                    # Asked first: over TLS something may be here that no selector tells of.
-                    selector.register(link, selectors.EVENT_READ, on_readable)
-            except (KeyError, ValueError):
-                pass  # it had ended, or was closed, before
-            if done is not None:
-                done.set()
+
+def _watched(selector: selectors.BaseSelector, what: Any) -> bool:
+    """Whether ``selector`` waits for ``what``, and not for another that has its descriptor now."""
+    try:
+        return selector.get_key(what).fileobj is what
+    except (KeyError, ValueError):
+        return False
 
 
 def _still_open(on_readable: Callable[[], bool]) -> bool:
