@@ -49,8 +49,6 @@ class ChatRequest:
     model: str
     messages: list[dict[str, Any]] = field(repr=False)
     max_output_tokens: int | None = None
-    resolution_key: str | None = None
-    session_id: str | None = None
     system_prompt: str | None = field(default=None, repr=False)
     tools: list[dict[str, Any]] = field(default_factory=list, repr=False)
     response_format: dict[str, Any] | None = field(default=None, repr=False)
@@ -106,6 +104,8 @@ def _chat(payload: dict[str, Any]) -> dict[str, Any]:
     level = fields.optional_text(payload, "thinking_level")
     if level is not None and level not in THINKING_LEVELS:
         fields.fail(("thinking_level",), "must be one of " + ", ".join(THINKING_LEVELS))
+    # Read where the call is admitted; but one that no abort could name is refused.
+    fields.optional_text(payload, "resolution_key")
     response_format = fields.optional_object(payload, "response_format")
     if response_format is not None:
         fields.text(response_format, "type", ("response_format",))
@@ -113,8 +113,6 @@ def _chat(payload: dict[str, Any]) -> dict[str, Any]:
         "model": fields.text(payload, "model"),
         "messages": _messages(payload),
         "max_output_tokens": fields.optional_count(payload, "max_output_tokens"),
-        "resolution_key": fields.optional_text(payload, "resolution_key"),
-        "session_id": fields.optional_text(payload, "session_id"),
         "system_prompt": fields.optional_text(payload, "system_prompt"),
         "tools": _tools(payload),
         "response_format": response_format,

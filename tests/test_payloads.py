@@ -65,7 +65,7 @@ def test_the_least_a_stream_needs() -> None:
     assert request.writer == WriterRef("ch", "hush")
     assert (request.model, request.messages) == ("m", [USER])
     assert (request.tools, request.provider_options) == ([], {})
-    for name in ("max_output_tokens", "resolution_key", "session_id", "system_prompt"):
+    for name in ("max_output_tokens", "system_prompt"):
         assert getattr(request, name) is None
     assert (request.response_format, request.thinking_level, request.model_meta) == (None,) * 3
 
@@ -73,8 +73,6 @@ def test_the_least_a_stream_needs() -> None:
 def test_all_fields_of_a_stream() -> None:
     more: dict[str, Any] = {
         "max_output_tokens": 100,
-        "resolution_key": "r1",
-        "session_id": "s1",
         "system_prompt": "Be brief.",
         "tools": [{"name": "fs::read", "description": "d", "parameters": {"type": "object"}}],
         "response_format": {"type": "json", "schema": {"type": "object"}},
@@ -170,7 +168,6 @@ BAD_STREAMS: list[tuple[str, Any, str]] = [
     ("max_output_tokens", True, "max_output_tokens: must be an integer of at least 0"),
     ("max_output_tokens", "9", "max_output_tokens: must be an integer of at least 0"),
     ("resolution_key", 1, "resolution_key: must be a string"),
-    ("session_id", [], "session_id: must be a string"),
     ("system_prompt", {}, "system_prompt: must be a string"),
     ("tools", {}, "tools: must be a list"),
     ("tools", ["fs::read"], "tools[0]: must be an object"),
