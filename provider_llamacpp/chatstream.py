@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from .calls import Call
 from .errors import Interrupted, InvalidRequest, ProviderError
 from .typed import AssistantMessage, Done, Event, Failure
 
@@ -29,11 +28,17 @@ class ChatStream:
     A failure is no exception but the last event, a :class:`~provider_llamacpp.typed.Failure`;
     :meth:`result` raises it. There is no limit of time: who has waited enough calls :meth:`close`,
     from any thread.
+
+    :func:`~provider_llamacpp.stream_chat` makes one; so may a program's own tests.
+
+    :param events: what is iterated, and closed with the stream
+    :param abort: called by :meth:`close`, to end a wait for the next event at once; must not block
     """
 
-    def __init__(self, call: Call, events: Generator[Event, None, None]) -> None:
-        self._call = call
+    def __init__(self, events: Generator[Event, None, None], abort: Callable[[], object]) -> None:
         self._events = events
+        self._abort = abort
+        self._closed = False
         self._turn = threading.Lock()
         """Held by the thread that waits for the next event."""
         self._last: Event | None = None
@@ -55,7 +60,8 @@ class ChatStream:
         waits for an event, or for the connection, ends at once, without a last event. Twice does no
         harm.
         """
-        self._call.abort("abort")
+        self._closed = True
+        self._abort()
         # Somebody in there is awake now and leaves by itself.
         if self._turn.acquire(blocking=False):
             try:
@@ -65,8 +71,8 @@ class ChatStream:
 
     @property
     def closed(self) -> bool:
-        """Whether it was dropped."""
-        return self._call.reason is not None
+        """Whether it was dropped before its last event."""
+        return self._closed and not isinstance(self._last, Done | Failure)
 
     def result(self) -> AssistantMessage:
         """Wait for the rest; the whole message.

@@ -167,7 +167,7 @@ class Client:
             }
         )
         call = Call(next(self._numbers), "stream", key=None, model=model)
-        return ChatStream(call, self._events(request, call))
+        return ChatStream(self._events(request, call), partial(call.abort, "abort"))
 
     def embed(self, texts: Sequence[str], *, model: str | None = None) -> Embeddings:
         """A vector for each text; as many requests as it takes, of 512 texts at most.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from provider_llamacpp import (
     InvalidRequest,
     ProviderError,
     SettingsError,
+    TextBlock,
     TextDelta,
     count_tokens,
     embed,
@@ -290,6 +291,24 @@ def test_leaving_the_block_ends_it() -> None:
                     break
         assert server.client_closed.wait(PATIENCE)
         assert list(stream) == []
+
+
+def test_one_made_by_hand() -> None:
+    def events() -> Generator[Event, None, None]:
+        yield TextDelta("Hel")
+        yield Done(message)
+
+    message = AssistantMessage((TextBlock("Hel"),), "end", "m", "p", 0)
+    aborts: list[str] = []
+    whole = ChatStream(events(), lambda: aborts.append("whole"))
+    assert whole.result() is message
+    whole.close()
+    cut = ChatStream(events(), lambda: aborts.append("cut"))
+    next(cut)
+    assert not cut.closed
+    cut.close()
+    assert (whole.closed, cut.closed, list(cut)) == (False, True, [])
+    assert aborts == ["whole", "cut"]
 
 
 def test_a_stream_that_nobody_holds_is_ended() -> None:
