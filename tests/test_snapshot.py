@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 
 import pytest
 
@@ -57,6 +58,26 @@ def test_everything_at_once():
         "provider": "p",
         "timestamp": 5,
     }
+
+
+def test_a_frame_is_the_message_and_what_stands_before_it():
+    full = message()
+    full.thinking.add("t")
+    frame = full.snapshot(head=b'{"type":"done","message":')
+    assert frame == b'{"type":"done","message":' + full.snapshot() + b"}"
+
+
+def test_a_frame_costs_no_more_than_its_own_bytes():
+    """Each more copy of a long answer would be megabytes."""
+    full = message()
+    full.text.add("x" * (4 << 20))
+    tracemalloc.start()
+    try:
+        frame = full.snapshot(head=b'{"type":"done","message":')
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.1 * len(frame)
 
 
 def test_an_error_hides_the_finish():

@@ -76,16 +76,27 @@ class Message:
         )
 
     def _content(self, *, cut: bool) -> list[bytes]:
-        """The blocks: thinking, text, calls, whatever their order of arrival (6.1, rule 3)."""
-        blocks = []
-        if self.thinking:
-            blocks.append(b'{"type":"thinking","text":"%b"}' % self.thinking.joined())
-        if self.text:
-            blocks.append(b'{"type":"text","text":"%b"}' % self.text.joined())
-        return blocks + self.calls.encoded(cut=cut)
+        """The blocks: thinking, text, calls, whatever their order of arrival (6.1, rule 3); in
+        pieces that are to be joined."""
+        pieces = []
+        for head, slices in (
+            (b',{"type":"thinking","text":"', self.thinking),
+            (b',{"type":"text","text":"', self.text),
+        ):
+            if slices:
+                pieces += [head, slices.joined(), b'"}']
+        for call in self.calls.encoded(cut=cut):
+            pieces += [b",", call]
+        if pieces:
+            pieces[0] = pieces[0][1:]
+        return pieces
 
-    def snapshot(self, error: ProviderError | None = None) -> bytes:
-        """The message as JSON text; with ``error`` the one of an ``error`` frame (6.3)."""
+    def snapshot(self, error: ProviderError | None = None, *, head: bytes = b"") -> bytes:
+        """The message as JSON text; with ``error`` the one of an ``error`` frame (6.3).
+
+        :param head: the frame up to the message, which is its last value: then the whole frame is
+            given. A text may have megabytes, so it is copied only once.
+        """
         content = self._content(cut=error is not None or self.native_stop_reason == "length")
         stop_reason = self.stop_reason or "end"
         extra = b""
@@ -100,10 +111,11 @@ class Message:
             extra += b',"warnings":' + jsontext.dumpb(self.warnings)
         if self.usage:
             extra += b',"usage":' + jsontext.dumpb(self.usage)
-        return b'{"role":"assistant","content":[%b],"stop_reason":"%b"%b%b%d}' % (
-            b",".join(content),
+        foot = b'],"stop_reason":"%b"%b%b%d}%b' % (
             stop_reason.encode(),
             extra,
             self._origin,
             self._now_ms(),
+            b"}" if head else b"",
         )
+        return b"".join((head, b'{"role":"assistant","content":[', *content, foot))

@@ -138,13 +138,13 @@ class Turn:
         self.ended = True
         self.error = error
         if error is not None:
-            frames.append(b'{"type":"error","error":%b}' % self.message.snapshot(error))
+            frames.append(self.message.snapshot(error, head=b'{"type":"error","error":'))
             return
         self._begin(frames)
         self._advise()
         stop_reason = str(self.message.stop_reason).encode()
         frames.append(b'{"type":"stop","stop_reason":"%b"}' % stop_reason)
-        frames.append(b'{"type":"done","message":%b}' % self.message.snapshot())
+        frames.append(self.message.snapshot(head=b'{"type":"done","message":'))
 
     # Parts of a chunk
 
@@ -214,9 +214,10 @@ class Turn:
     def _emit(self, block: Block, piece: bytes, frames: list[bytes]) -> None:
         if piece:
             head, foot = block.delta()
+            frame = head + piece + foot
             if self._fat:
-                foot = b'%b,"partial":%b}' % (foot[:-1], self.message.snapshot())
-            frames.append(head + piece + foot)
+                frame = self.message.snapshot(head=frame[:-1] + b',"partial":')
+            frames.append(frame)
             self.grow(len(piece))
 
     def _switch(self, block: Block, frames: list[bytes]) -> None:
@@ -240,11 +241,11 @@ class Turn:
     def _begin(self, frames: list[bytes]) -> None:
         if not self.started:
             self.started = True
-            frames.append(b'{"type":"start","partial":%b}' % self.message.snapshot())
+            frames.append(self.message.snapshot(head=b'{"type":"start","partial":'))
 
     def _boundary(self, block: Block, edge: bytes) -> bytes:
-        snapshot = self.message.snapshot()
-        return b'{"type":"%b_%b","partial":%b}' % (block.kind.encode(), edge, snapshot)
+        head = b'{"type":"%b_%b","partial":' % (block.kind.encode(), edge)
+        return self.message.snapshot(head=head)
 
     def _advise(self) -> None:
         """Warnings that only the end can give."""
