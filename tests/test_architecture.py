@@ -179,6 +179,21 @@ def test_every_thread_has_a_name_and_a_line_on_the_page():
     assert {"<id>-engine", "<id>-call-N", "llamacpp-discards"} <= threads_on_the_page()
 
 
+def test_every_source_of_a_rule_is_on_the_page():
+    section = PAGE.read_text(encoding="utf-8").partition("\nWhere a rule comes from\n")[2]
+    table = re.split(r"^\*\*(.+)\*\*", section.partition("\nWhere ")[0], flags=re.MULTILINE)
+    told = {
+        (name, number)
+        for name, words in zip(table[1::2], table[2::2], strict=True)
+        for number in re.findall(r"\b\d+\b", words)
+    }
+    cited = set()
+    for path in codemap.modules(apart=True).values():
+        text = path.read_text(encoding="utf-8")
+        cited |= set(re.findall(r"(engine protocol|provider protocol|llama-server API) (\d+)", text))
+    assert cited and cited <= told, f"not in the table of sources: {cited - told}"
+
+
 def test_public_names():
     import provider_llamacpp
 
