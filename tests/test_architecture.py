@@ -190,7 +190,9 @@ def test_every_source_of_a_rule_is_on_the_page():
     cited = set()
     for path in codemap.modules(apart=True).values():
         text = path.read_text(encoding="utf-8")
-        cited |= set(re.findall(r"(engine protocol|provider protocol|llama-server API) (\d+)", text))
+        cited |= set(
+            re.findall(r"(engine protocol|provider protocol|llama-server API) (\d+)", text)
+        )
     assert cited and cited <= told, f"not in the table of sources: {cited - told}"
 
 
