@@ -53,6 +53,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	MYPYPATH=docs/extensions $(BIN)/mypy docs/extensions docs/conf.py
 	MYPYPATH=examples $(BIN)/mypy examples
+	MYPYPATH=tests $(BIN)/mypy packaging bench
 	mkdir -p build
 	$(BIN)/python -c "$(CALLED_BY_NAME)" > build/called_by_name.py
 	$(BIN)/vulture $(CODE) build/called_by_name.py

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .stats import Spread, ratios, spread
+from provider_llamacpp.commands.figures import Spread
+
+from .stats import ratios, spread
 
 Table = Mapping[tuple[str, str, str], Mapping[int, float]]
 """(case, driver, figure) to its value in each round."""

@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from provider_llamacpp.commands.figures import Spread
+
 from .bars import BARS, Table, Verdict, has_backlog, judge
 from .cases import CASES, Figures
 from .processes import DRIVERS
-from .stats import Spread, ratios, spread
+from .stats import ratios, spread
 
 LABELS = {
     "cpu_per_10k": "cpu s/10k",
