@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -370,20 +371,59 @@ def test_pongs_are_signs_of_life(server: Server, client: Client) -> None:
 def test_the_clock_is_injected(server: Server, client: Client) -> None:
     now = [1000.0]
     engine, peer = connected(server, client, clock=lambda: now[0])
+    assert engine._talk is not None
+    waker = engine._talk.session._waker
     now[0] += 21.0
-    peer.say({"type": "ping"})  # wakes it
-    assert peer.message() == {"type": "pong"}
+    waker.wake()
     assert peer.frame() == (True, 9, b"")
     now[0] += 61.0
-    peer.say({"type": "ping"})  # whatever the clock says, this is a sign of life
-    assert peer.message() == {"type": "pong"}
-    now[0] += 61.0
-    assert engine._talk is not None
-    engine._talk.session._waker.wake()
+    waker.wake()
     again = server.accept()
     assert again.message()["type"] == "reattach"
     assert "nothing was heard for 60 s" in (engine.last_error or "")
     again.close()
+
+
+def test_a_pause_of_our_own_is_not_the_engines_silence(server: Server, client: Client) -> None:
+    """A process that was stopped, or had no turn, has asked nothing and looked at nothing."""
+    now = [1000.0]
+    engine, peer = connected(server, client, clock=lambda: now[0])
+    assert engine._talk is not None
+    waker = engine._talk.session._waker
+    now[0] += 5000.0
+    waker.wake()
+    assert peer.frame() == (True, 9, b"")
+    now[0] += 39.0
+    waker.wake()
+    assert peer.frame() == (True, 9, b"")
+    still_served(peer, client)
+    assert engine.connections == 1
+    # From here on it is asked, looked at in time, and says nothing.
+    now[0] += 21.0
+    waker.wake()
+    assert peer.frame() == (True, 9, b"")
+    now[0] += 40.0
+    waker.wake()
+    again = server.accept()
+    assert "nothing was heard for 60 s" in (engine.last_error or "")
+    again.close()
+
+
+def test_silence_is_what_a_look_at_the_socket_finds() -> None:
+    """Not what the clock says: an answer may lie there since long."""
+    now = [0.0]
+    link: Any = SimpleNamespace(send_some=len, receive=lambda size: None)
+    waker: Any = SimpleNamespace()
+    talk = session.Session(link, waker, clock=lambda: now[0])
+    now[0] = 20.0
+    talk._keep_alive(lambda _: None)
+    assert talk._asked == 20.0
+    now[0] = 90.0
+    talk._keep_alive(lambda _: None)
+    assert talk._end is None
+    talk._looked = 90.0
+    talk._keep_alive(lambda _: None)
+    assert talk._end == "nothing was heard for 60 s"
 
 
 def test_delays_grow_to_their_limit() -> None:

@@ -75,7 +75,10 @@ class Session:
         self._reader = frames.FrameReader(MAX_MESSAGE + ENVELOPE)
         self._runner: int | None = None
         now = clock()
-        self._heard = now
+        self._heard = self._looked = now
+        """When something came, and when it was last looked whether something had come."""
+        self._asked: float | None = None
+        """When the first ping went out behind which nothing was heard yet."""
         self._next_ping = now + ping_interval
         self._changed = threading.Condition()
         """Guards all below, and tells those who wait for room. Held for moments only."""
@@ -205,6 +208,7 @@ class Session:
                     watched = wanted
                 selector.select(0 if more else max(0.0, wake_at - self._clock()))
                 self._waker.drain()
+                self._looked = self._clock()
                 more = self._receive(on_message)
 
     def _keep_alive(self, timers: Callable[[float], float | None]) -> float:
@@ -212,8 +216,10 @@ class Session:
         now = self._clock()
         times = [due] if (due := timers(now)) is not None else []
         with self._changed:
-            silent = self._heard + self._silence_limit
-            if now >= silent:
+            if self._queue:
+                self._flush()  # it may take now what it could not be offered for a while
+            silent = self._silent_at(now)
+            if self._looked >= silent:
                 self._set_end(f"nothing was heard for {self._silence_limit:g} s")
             if self._queue:
                 stalled = self._moved + self._send_timeout
@@ -228,8 +234,19 @@ class Session:
                 self._next_ping = now + self._ping_interval
                 # Behind a queue it would prove nothing, and pile up.
                 if not self._queue and self._close_by is None:
+                    self._asked = now if self._asked is None else self._asked
                     self._enqueue([frames.ping_frame(os.urandom(4))])
         return min(*times, silent, self._next_ping)
+
+    def _silent_at(self, now: float) -> float:
+        """When the engine counts as dead if nothing is heard until then.
+
+        It must have had the time to answer: where this process stood still, or had no turn, its
+        own silence is not the engine's.
+        """
+        asked = self._moved if self._asked is None and self._queue else self._asked
+        answered = (now if asked is None else asked) + self._silence_limit - self._ping_interval
+        return max(self._heard + self._silence_limit, answered)
 
     def _receive(self, on_message: Callable[[bytes], None]) -> bool:
         """Take what has arrived; whether there may be more of it already."""
@@ -242,6 +259,7 @@ class Session:
                     self.end("the engine ended the connection without a Close")
                     return False
                 self._heard = self._clock()
+                self._asked = None
                 for opcode, payload in self._reader.feed(data):
                     self._take(opcode, payload, on_message)
                     if self._end is not None:
