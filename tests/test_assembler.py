@@ -329,6 +329,16 @@ def test_what_is_not_plain_is_read_as_json(monkeypatch):
     assert len(counted) == 7  # the one behind a half surrogate too
 
 
+def test_percent_signs_around_a_text_stand_for_themselves(monkeypatch):
+    choices = [[{"index": 0, "delta": {"content": value}}] for value in ("a", "b", "%c")]
+    events = [event({"model": "50% %b", "choices": each, "id": "100%"}) for each in choices]
+    expected = frames_of(events, learning=False)
+    counted = slow(monkeypatch)
+    assert frames_of(events) == frames_of(b"".join(events)) == expected
+    assert len(counted) == 2
+    assert [json.loads(frame)["delta"] for frame in expected[2:5]] == ["a", "b", "%c"]
+
+
 def test_a_new_second_is_learned_anew(monkeypatch):
     counted = slow(monkeypatch)
     events = [chunk({"content": "a"}, created=1000 + number // 50) for number in range(500)]
@@ -410,7 +420,7 @@ def test_an_answer_in_one_piece(indent, framed):
         (b'{"error":{"message":"no","type":"authentication_error"}}', "auth_expired", "no"),
         (b'{"error":"the prompt is too long"}', "context_overflow", "too long"),
         (b'error: {"code":400,"message":"x","type":"invalid_request_error"}\n\n', "permanent", "x"),
-        (b"error: words\n\n" + DONE, "transient", "words"),
+        (b"error: banana\n\n" + DONE, "transient", "banana"),
         (b"proxy error: Failed to read connection", "transient", "proxy error: Failed"),
         (b"<html>login</html>", "permanent", "api_url"),
         (b'{"status":"ok"}', "transient", "without words"),
@@ -472,6 +482,20 @@ def test_nothing_is_fed_after_the_end():
     assert machine.feed(text("late")) == []
     assert len(machine.finish(Outcome())) == 2
     assert machine.finish(Outcome()) == []
+
+
+def test_a_warning_in_the_middle_is_in_what_follows():
+    given = ["careful"]
+    machine = assembler(warnings=given, fat=True)
+    before = machine.feed(text("a"))
+    machine.warn("slow")
+    after = machine.feed(text("b"))
+    machine.feed(finish())
+    last = json.loads(machine.finish(Outcome())[-1])["message"]
+    assert [json.loads(frame)["partial"]["warnings"] for frame in before] == [given] * 3
+    assert [json.loads(frame)["partial"]["warnings"] for frame in after] == [["careful", "slow"]]
+    assert last["warnings"] == ["careful", "slow"]
+    assert given == ["careful"]
 
 
 # Limits

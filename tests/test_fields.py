@@ -47,6 +47,7 @@ def refused(read: Any, *given: Any, **named: Any) -> str:
         (("a", "b"), "a.b"),
         (("a", 0, "b", 12), "a[0].b[12]"),
         ((3, "a"), "[3].a"),
+        (("XA", "X"), "XA.X"),
     ],
 )
 def test_a_path_is_shown_as_it_is_written(path: fields.Path, shown: str) -> None:
