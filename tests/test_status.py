@@ -20,7 +20,7 @@ from screen import Screen
 
 from provider_llamacpp import ProviderWorker, Settings, cli
 from provider_llamacpp.calls import Call
-from provider_llamacpp.commands import status
+from provider_llamacpp.commands import status, status_page
 from provider_llamacpp.commands.caller import Caller
 from provider_llamacpp.commands.terminal import Terminal
 from provider_llamacpp.errors import BusError, ProviderError
@@ -522,18 +522,18 @@ def drawn(look, *, rich, height=None):
     """The page's lines on a terminal of 80 columns."""
     out = io.StringIO()
     terminal = Terminal(out, width=80, live=True, rich=rich)
-    content = status.page(terminal, look, height=height)
+    content = status_page.page(terminal, look, height=height)
     if rich:
-        terminal.console.print(status.renderable(terminal, content))
+        terminal.console.print(status_page.renderable(terminal, content))
     else:
-        status.show(terminal, content)
+        status_page.show(terminal, content)
     return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).splitlines()
 
 
 @pytest.mark.parametrize("rich", [True, False])
 def test_the_page_at_80_columns(rich):
     facts = some_stats(*EVERY_PHASE, errors=[TERRIBLE, TERRIBLE])
-    lines = drawn(status.Look(facts, 1_760_000_000.0), rich=rich)
+    lines = drawn(status_page.Look(facts, 1_760_000_000.0), rich=rich)
     text = "\n".join(lines)
     assert max(map(len, lines)) <= 80
     for word in (
@@ -597,7 +597,7 @@ def test_the_page_at_80_columns(rich):
 def test_the_server_on_the_page(server, words):
     facts = some_stats(connected=False, outcomes={}, usage={}, reconnects=0)
     facts["server"].update(server)
-    lines = drawn(status.Look(facts, 1.0), rich=False)
+    lines = drawn(status_page.Look(facts, 1.0), rich=False)
     text = "\n".join(lines)
     assert words in text
     assert "engine away" in text
@@ -611,7 +611,7 @@ def test_the_other_providers_are_on_the_page():
         {"id": "pi5", "url": "http://pi5:8080", "state": "away", "active_streams": 1},
         {"id": "pi6", "url": None, "state": "unknown", "active_streams": 2},
     ]
-    text = "\n".join(drawn(status.Look(some_stats(providers=others), 1.0), rich=False))
+    text = "\n".join(drawn(status_page.Look(some_stats(providers=others), 1.0), rich=False))
     assert "beside it pi5 at http://pi5:8080: away, 1 stream\n" in text
     assert "beside it pi6 at an unknown address: not asked yet, 2 streams" in text
     assert "beside it llamacpp" not in text
@@ -620,8 +620,8 @@ def test_the_other_providers_are_on_the_page():
 def test_the_terminals_own_word_for_ctrl_c_has_a_line_of_its_own():
     pytest.importorskip("rich")
     facts = some_stats()
-    lines = drawn(status.Look(facts, 1.0), rich=True)
-    assert lines[-2:] == [status._totals(facts), ""]
+    lines = drawn(status_page.Look(facts, 1.0), rich=True)
+    assert lines[-2:] == [status_page._totals(facts), ""]
 
 
 def test_ctrl_c_waits_until_the_picture_is_whole():
@@ -638,15 +638,15 @@ def test_ctrl_c_waits_until_the_picture_is_whole():
 
 
 def test_streams_that_were_taken_up_again_are_counted_on_the_page():
-    assert "taken up" not in status._totals(some_stats())
-    assert ", 3 taken up again, 2 reconnects" in status._totals(some_stats(resumes=3))
+    assert "taken up" not in status_page._totals(some_stats())
+    assert ", 3 taken up again, 2 reconnects" in status_page._totals(some_stats(resumes=3))
 
 
 def test_a_small_terminal_shows_what_fits():
     errors = [{**TERRIBLE, "message": f"number {n}"} for n in range(9)]
     facts = some_stats(*[a_stream(n, "queued") for n in range(64)], errors=errors)
-    lines = drawn(status.Look(facts, 1.0), rich=True, height=24)
-    assert len(lines) <= 24 + 2 * status.FEW
+    lines = drawn(status_page.Look(facts, 1.0), rich=True, height=24)
+    assert len(lines) <= 24 + 2 * status_page.FEW
     text = "\n".join(lines)
     assert "and 54 more" in text
     assert "errors of the last minutes (9)" in text
@@ -655,7 +655,7 @@ def test_a_small_terminal_shows_what_fits():
 
 
 def test_an_answer_that_is_old_says_so():
-    lines = drawn(status.Look(some_stats(), 1.0, "the worker has left the bus"), rich=False)
+    lines = drawn(status_page.Look(some_stats(), 1.0, "the worker has left the bus"), rich=False)
     assert lines[1].startswith("the worker has left the bus; what follows it said at ")
     assert "engine connected" not in lines[0]
 
@@ -696,11 +696,11 @@ def test_watching_goes_on_when_the_worker_is_away():
     ],
 )
 def test_durations(seconds, words):
-    assert status.duration(seconds) == words
+    assert status_page.duration(seconds) == words
 
 
 def test_short_numbers():
-    assert [status.short(n) for n in (0, 999, 1000, 81_234, 999_949, 999_950)] == [
+    assert [status_page.short(n) for n in (0, 999, 1000, 81_234, 999_949, 999_950)] == [
         "0",
         "999",
         "1.0k",
@@ -752,10 +752,10 @@ def test_watching_as_json_writes_a_line_for_each_look(running, capsys, interrupt
 
 
 def test_json_leaves_out_looks_that_failed(capsys):
-    looks = [status.Look({}, 1.0, "away"), status.Look({"n": 2}, 1.0)]
+    looks = [status_page.Look({}, 1.0, "away"), status_page.Look({"n": 2}, 1.0)]
     options = argparse.Namespace(json=True, once=False)
     terminal = Terminal(io.StringIO())
-    status._display(terminal, status.Look({"n": 1}, 1.0), iter(looks), options)
+    status._display(terminal, status_page.Look({"n": 1}, 1.0), iter(looks), options)
     assert capsys.readouterr().out == '{"n": 1}\n{"n": 2}\n'
 
 
