@@ -193,24 +193,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(manifest())
         return 0
     from .errors import ProviderLlamacppError, SettingsError
-    from .settings import check_files, from_environment, unknown_variables
 
     try:
-        flags = {name: getattr(options, name, None) for name in SETTING_FLAGS}
-        settings = from_environment(os.environ, **flags)
-        if options.command != "service":  # its unit may be for another machine
-            check_files(settings)
+        settings = _settings(options)
     except SettingsError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
-    for variable in unknown_variables(os.environ):
-        print(f"{PROGRAM}: {variable} is no setting, and ignored", file=sys.stderr)
-    if options.config:
-        print(
-            f"{PROGRAM}: --config {options.config} is ignored: configuration comes from the "
-            "router, flags and environment",
-            file=sys.stderr,
-        )
     try:
         if options.command:
             code: int = command_module(options.command).run(settings, options)
@@ -232,6 +220,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    """What flags and environment say; what of them means nothing is told.
+
+    :raises SettingsError: naming the setting that does not fit
+    """
+    import os
+
+    from .settings import check_files, from_environment, unknown_variables
+
+    flags = {name: getattr(options, name, None) for name in SETTING_FLAGS}
+    settings = from_environment(os.environ, **flags)
+    if options.command != "service":  # its unit may be for another machine
+        check_files(settings)
+    for variable in unknown_variables(os.environ):
+        print(f"{PROGRAM}: {variable} is no setting, and ignored", file=sys.stderr)
+    if options.config:
+        print(
+            f"{PROGRAM}: --config {options.config} is ignored: configuration comes from the "
+            "router, flags and environment",
+            file=sys.stderr,
+        )
+    return settings
 
 
 def complete() -> int:

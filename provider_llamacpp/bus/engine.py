@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import ssl
 import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from .. import jsontext
@@ -24,7 +24,7 @@ from ..errors import BusError, FatalError
 from . import wire
 from .conversation import POST_WAIT, Conversation, framed
 from .delays import Delays
-from .invocations import Invocation, PendingCalls
+from .invocations import Invocation, Pending, PendingCalls
 from .link import Link, LinkError, origin, tls_context
 from .registrations import Function, Registrations
 from .session import Session, SessionOver
@@ -81,13 +81,18 @@ class Engine:
         """Set when there is no point in connecting again."""
         self._url = url
         self._name = name
-        self._version = version
-        self._description = description
-        self._token = token
         self._namespace = namespace
-        self._isolation = isolation
-        self._ca_file = ca_file
-        self._client_cert = client_cert
+        self._card = partial(
+            wire.register_worker,
+            name=name,
+            version=version,
+            description=description,
+            isolation=isolation,
+            namespace=namespace,
+        )
+        """What we say of ourselves, but for the process it is said in."""
+        self._token = token
+        self._tls_context = partial(tls_context, ca_file, client_cert)
         self._connect_timeout = connect_timeout
         self._limits = {
             "ping_interval": ping_interval,
@@ -173,32 +178,19 @@ class Engine:
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("invoke would block the engine's thread")
-        deadline = time.monotonic() + timeout
         invocation_id = wire.new_id()
-        session, parts = self._outbound(
-            wire.invoke(
-                function_id,
-                data,
-                invocation_id=invocation_id,
-                namespace=namespace,
-                traceparent=traceparent,
-                baggage=baggage,
-            )
+        message = wire.invoke(
+            function_id,
+            data,
+            invocation_id=invocation_id,
+            namespace=namespace,
+            traceparent=traceparent,
+            baggage=baggage,
         )
+        session, parts = self._outbound(message)
         pending = self._pending.open(invocation_id)
-
-        def wake() -> None:
-            pending.done.set()
-            session.nudge()
-
         try:
-            with call.interruptible(wake) if call is not None else nullcontext():
-                session.post(parts, wait=timeout, given_up=pending.done.is_set)
-                pending.done.wait(max(0.0, deadline - time.monotonic()))
-        except SessionOver as error:
-            raise BusError("disconnected", str(error)) from error
-        except TimeoutError:
-            pass  # the same as no answer
+            _ask(session, parts, pending, timeout, call)
         finally:
             unanswered = self._pending.close(invocation_id)
         if unanswered:
@@ -353,18 +345,9 @@ class Engine:
 
     def _replay(self) -> list[bytes]:
         """What a connection begins with (3.1), as JSON."""
-        again = []
-        if self._reattach is not None:
-            again.append(jsontext.dumpb(wire.reattach(*self._reattach)))
-        card = wire.register_worker(
-            name=self._name,
-            version=self._version,
-            description=self._description,
-            os_name=f"{platform.system()} {platform.release()} ({platform.machine()})",
-            pid=os.getpid(),
-            isolation=self._isolation,
-            namespace=self._namespace,
-        )
+        again = [] if self._reattach is None else [jsontext.dumpb(wire.reattach(*self._reattach))]
+        system = f"{platform.system()} {platform.release()} ({platform.machine()})"
+        card = self._card(os_name=system, pid=os.getpid())
         return [*again, *self._registrations.replay(), jsontext.dumpb(card)]
 
     def _taken_in(self) -> None:
@@ -392,5 +375,26 @@ class Engine:
                 self._delays.exhaust()
         self._pending.fail_all()
 
-    def _tls_context(self) -> ssl.SSLContext:
-        return tls_context(self._ca_file, self._client_cert)
+
+def _ask(
+    session: Session, parts: list[bytes], pending: Pending, timeout: float, call: Call | None
+) -> None:
+    """Send a message and wait until it is answered, its call aborted, or the time over.
+
+    :raises BusError: ``disconnected``
+    :raises Interrupted: if ``call`` was aborted before
+    """
+    deadline = time.monotonic() + timeout
+
+    def wake() -> None:
+        pending.done.set()
+        session.nudge()
+
+    try:
+        with call.interruptible(wake) if call is not None else nullcontext():
+            session.post(parts, wait=timeout, given_up=pending.done.is_set)
+            pending.done.wait(max(0.0, deadline - time.monotonic()))
+    except SessionOver as error:
+        raise BusError("disconnected", str(error)) from error
+    except TimeoutError:
+        pass  # the same as no answer
