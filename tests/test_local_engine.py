@@ -1298,6 +1298,43 @@ def test_writer_drops(channel):
     assert reader.closed() == 1005
 
 
+@pytest.fixture
+def lost_handshakes(monkeypatch):
+    """A direction: channel ends of it are cut when they are taken, before the answer goes out. An
+    abort of a call that is just dialling its channel does that."""
+    lost = []
+    admit = LoopbackEngine._admit
+
+    def cut(engine, connection, request):
+        answer = admit(engine, connection, request)
+        if any(f"dir={direction}" in request.path for direction in lost):
+            connection.cut()
+        return answer
+
+    monkeypatch.setattr(LoopbackEngine, "_admit", cut)
+    return lost
+
+
+def test_a_writer_that_goes_in_its_handshake_was_there(lost_handshakes, channel):
+    lost_handshakes.append("write")
+    ends = channel()
+    reader = ends.reader()
+    with pytest.raises((OSError, websocket.WebSocketException)):
+        ends.writer()
+    assert reader.closed() == 1005
+
+
+def test_a_reader_that_goes_in_its_handshake_was_there(lost_handshakes, channel):
+    lost_handshakes.append("read")
+    ends = channel()
+    writer = ends.writer()
+    with pytest.raises((OSError, websocket.WebSocketException)):
+        ends.reader()
+    with pytest.raises((OSError, websocket.WebSocketException)):
+        while True:
+            writer.ws.send("nobody reads it")
+
+
 @pytest.mark.parametrize("end", ["writer", "reader"])
 def test_an_end_is_taken_once(channel, end):
     ends = channel()

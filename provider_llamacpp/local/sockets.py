@@ -75,6 +75,19 @@ class EngineConnection(ServerConnection):
         self._dropped = False
         super().__init__(*args, **kwargs)
 
+    def handshake(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().handshake(*args, **kwargs)
+        except BaseException:
+            self._give_up_channel()
+            raise
+
+    def _give_up_channel(self) -> None:
+        """Its end was taken, as each can be only once, and will not be served: the other end must
+        not wait for it (engine protocol 7.4 and 7.5)."""
+        if self.channel is not None:
+            (self.channel.lose if self.relay is None else self.channel.finish)()
+
     # --- on the reading thread -----------------------------------------------------------------
 
     def process_event(self, event: Any) -> None:
