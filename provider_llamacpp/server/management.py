@@ -31,7 +31,9 @@ LOOK_SECONDS = 1.0
 ENDED_SECONDS = 60.0
 """A failure so soon after a load or download was ended on demand is that very end."""
 UNDERWAY = ("loading", "downloading")
+"""States that end by themselves: what a watch waits for."""
 RUNS = ("loaded", "sleeping", "loading")
+"""States with a process, or soon with one: there is nothing to load."""
 _LISTED = 12
 """Models that are named to who asks for one that is not there."""
 _ROWS = "/v1/models"
@@ -46,11 +48,10 @@ class ModelManager:
     def __init__(self, upstream: Upstream, follower: Follower) -> None:
         self._upstream = upstream
         self._follower = follower
-        self._lock = threading.Lock()
-        self._ended: dict[str, float] = {}
-        self._asked_for: dict[str, float] = {}
-        """Downloads begun here, and when: one that fails at once leaves no row to see it by."""
-        """Loads and downloads that were ended on demand, and when: their rows tell a failure."""
+        self._ended = _Lately()
+        """Loads and downloads that were ended on demand: their rows tell a failure."""
+        self._asked_for = _Lately()
+        """Downloads begun here: one that fails at once leaves no row to see it by."""
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -112,13 +113,11 @@ class ModelManager:
 
     def was_ended(self, model: str) -> bool:
         """Whether a load or download of ``model`` was just now ended on demand of this worker."""
-        with self._lock:
-            return time.monotonic() - self._ended.get(model, -ENDED_SECONDS) < ENDED_SECONDS
+        return model in self._ended
 
     def was_asked_for(self, model: str) -> bool:
         """Whether a download of ``model`` was begun just now by this worker."""
-        with self._lock:
-            return time.monotonic() - self._asked_for.get(model, -ENDED_SECONDS) < ENDED_SECONDS
+        return model in self._asked_for
 
     # -- doing ---------------------------------------------------------------------------------
 
@@ -132,10 +131,10 @@ class ModelManager:
         name, state = str(row["id"]), state_of(row, {})
         if state in RUNS:
             return {"model": name, "state": state}
-        self._begin(name)
+        self._ended.discard(name)
         reply = self._post(target, "/models/load", name, call)
         if not reply.ok and not _says(reply, "already running"):
-            raise self._refused(reply)
+            raise _refused(reply)
         return {"model": name, "state": "loading"}
 
     def unload(self, target: Target, model: str, call: Call | None = None) -> dict[str, Any]:
@@ -147,12 +146,11 @@ class ModelManager:
         name, state = str(row["id"]), state_of(row, {})
         if state not in RUNS and state not in UNDERWAY:
             return {"model": name, "state": state}
-        with self._lock:
-            if state in UNDERWAY:
-                self._ended[name] = time.monotonic()
+        if state in UNDERWAY:
+            self._ended.add(name)
         reply = self._post(target, "/models/unload", name, call)
         if not reply.ok and not _says(reply, "not running"):
-            raise self._refused(reply)
+            raise _refused(reply)
         return {"model": name, "state": "unloaded"}
 
     def download(self, target: Target, model: str, call: Call | None = None) -> dict[str, Any]:
@@ -163,16 +161,11 @@ class ModelManager:
         if row is not None:
             return {"model": str(row["id"]), "state": state_of(row, {})}
         _check_manages(rows)
-        self._begin(model)
+        self._ended.discard(model)
         reply = self._post(target, "/models", model, call)
         if not reply.ok:
-            raise self._refused(reply)
-        with self._lock:
-            now = time.monotonic()
-            late = [name for name, at in self._asked_for.items() if now - at > ENDED_SECONDS]
-            for name in late:
-                del self._asked_for[name]
-            self._asked_for[model] = now
+            raise _refused(reply)
+        self._asked_for.add(model)
         return {"model": model, "state": "downloading"}
 
     def delete(self, target: Target, model: str, call: Call | None = None) -> dict[str, Any]:
@@ -182,7 +175,7 @@ class ModelManager:
         path = f"/models?model={quote(name, safe='', errors='replace')}"
         reply = ask(self._upstream, target, "DELETE", path, timeout=SECONDS, call=call)
         if not reply.ok:
-            raise self._refused(reply)
+            raise _refused(reply)
         return {"model": name}
 
     def _known(self, target: Target, model: str, call: Call | None) -> Row:
@@ -196,22 +189,9 @@ class ModelManager:
             raise failure("invalid_input", f"llama-server has no model {model!r}; it has {listed}")
         return row
 
-    def _begin(self, model: str) -> None:
-        with self._lock:
-            self._ended.pop(model, None)
-
     def _post(self, target: Target, path: str, model: str, call: Call | None) -> Reply:
         payload = {"model": model}
         return ask(self._upstream, target, "POST", path, payload, timeout=SECONDS, call=call)
-
-    def _refused(self, reply: Reply) -> BusError:
-        if reply.status in (404, 405):
-            return failure(
-                "provider/config",
-                "this llama-server cannot manage models: it needs a newer build, in router mode "
-                "(started without a model)",
-            )
-        return refused(reply)
 
     # -- watching ------------------------------------------------------------------------------
 
@@ -255,6 +235,31 @@ class ModelManager:
                 yield events
         finally:
             self._follower.leave(events.put)
+
+
+class _Lately:
+    """Models of which something was done in the last :data:`ENDED_SECONDS`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._at: dict[str, float] = {}
+
+    def add(self, model: str) -> None:
+        """It is done now."""
+        now = time.monotonic()
+        with self._lock:
+            recent = {name: at for name, at in self._at.items() if now - at < ENDED_SECONDS}
+            self._at = {**recent, model: now}
+
+    def discard(self, model: str) -> None:
+        """It does not count any more."""
+        with self._lock:
+            self._at.pop(model, None)
+
+    def __contains__(self, model: str) -> bool:
+        with self._lock:
+            at = self._at.get(model)
+        return at is not None and time.monotonic() - at < ENDED_SECONDS
 
 
 class _Watch:
@@ -380,6 +385,16 @@ def _check_manages(rows: Sequence[Row]) -> None:
             "this llama-server serves one model and manages none: start it without a model, with "
             "--models-dir or --models-preset (router mode)",
         )
+
+
+def _refused(reply: Reply) -> BusError:
+    if reply.status in (404, 405):
+        return failure(
+            "provider/config",
+            "this llama-server cannot manage models: it needs a newer build, in router mode "
+            "(started without a model)",
+        )
+    return refused(reply)
 
 
 def _says(reply: Reply, words: str) -> bool:
