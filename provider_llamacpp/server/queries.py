@@ -88,7 +88,7 @@ class TokenCounter:
     ) -> int:
         prompt = rendered.get("prompt")
         if not isinstance(prompt, str):
-            raise failure("provider/bad_response", f"{_TEMPLATE}: the answer holds no prompt")
+            raise unsound(_TEMPLATE, "the answer holds no prompt")
         # As the chat route reads its own rendering: special tokens are parsed, and the tokens the
         # model begins with are added.
         payload = {"content": prompt, "add_special": True, "parse_special": True}
@@ -101,13 +101,13 @@ class TokenCounter:
             raise refused(reply)
         tokens = read_object(reply, "/tokenize").get("tokens")
         if not isinstance(tokens, list):
-            raise failure("provider/bad_response", "/tokenize: the answer holds no tokens")
+            raise unsound("/tokenize", "the answer holds no tokens")
         return len(tokens)
 
 
 def _count_in(value: object, route: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise failure("provider/bad_response", f"{route}: the answer holds no count")
+        raise unsound(route, "the answer holds no count")
     return value
 
 
