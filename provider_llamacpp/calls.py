@@ -23,12 +23,16 @@ AbortReason = Literal["abort", "consumer gone", "stop"]
 
 Phase = Literal["accepted", "resolving", "connecting", "waiting", "reading", "ending"]
 
-
 _SETTINGS = {"stream": "setting max_streams", "request": "setting max_requests"}
 
 
 class Call:
-    """One stream, embedding or count from acceptance to answer."""
+    """One stream, embedding or count from acceptance to answer.
+
+    :param number: of the call in logs and figures
+    :param kind: what it counts as for the limits, see :class:`CallRegistry`
+    :param model: as it was asked for
+    """
 
     def __init__(self, number: int, kind: str, *, key: str | None, model: str | None) -> None:
         self.number = number

@@ -19,8 +19,8 @@ from typing import Literal
 ErrorKind = Literal["auth_expired", "rate_limited", "context_overflow", "transient", "permanent"]
 """The router retries ``rate_limited`` and ``transient`` only (provider protocol 6)."""
 
-
 HIDDEN = "[secret]"
+"""Stands in the place of a secret."""
 _SHORTEST = 4
 """Characters of the shortest secret that is looked for: a shorter one is in any text."""
 
@@ -58,7 +58,11 @@ class ProviderError(ProviderLlamacppError):
 
 
 class BusError(ProviderLlamacppError):
-    """A failure as the bus carries it: a literal ``code`` and a message (engine protocol 4.1)."""
+    """A failure as the bus carries it (engine protocol 4.1).
+
+    :param code: a literal that programs look at, such as ``function_not_found``
+    :param message: words for people; holds no secrets
+    """
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")

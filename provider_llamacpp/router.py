@@ -22,7 +22,9 @@ TIMEOUT = 15.0
 RESOLVE_TTL = 30.0
 """Seconds a resolve answer is kept (provider protocol 3)."""
 DEFAULT_MAX_TOKENS = 8192
+"""Of an answer, where neither the request nor the router says (provider protocol 13)."""
 STORE_TRIES = 5
+"""Of writing the token to the state, with growing pauses."""
 STATE_GRACE = 5
 """Tries before a missing state worker is taken for absent rather than late at boot."""
 
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Invoke(Protocol):
-    """:meth:`provider_llamacpp.bus.Engine.invoke`."""
+    """:meth:`provider_llamacpp.bus.engine.Engine.invoke`."""
 
     def __call__(
         self,
@@ -62,7 +64,8 @@ def read_resolved(answer: object, own_key: str | None) -> Resolved:
     """The router's answer as :class:`Resolved`.
 
     :param own_key: used where the router has no credential and names no reference to one: a
-        reference that cannot be resolved must not fall through to another key (section 14)
+        reference that cannot be resolved must not fall through to another key (provider
+        protocol 14)
     :raises BusError: ``provider/bad_resolve_response``
     """
     if not isinstance(answer, dict):
@@ -93,6 +96,13 @@ class RouterClient:
     """The router, seen from one provider id.
 
     Thread-safe; every method but :meth:`forget` blocks up to :data:`TIMEOUT` a call.
+
+    :param invoke: calls a function on the bus
+    :param worker_name: our name on the bus, which the router shows
+    :param key_variable: the environment variable in which the router looks for the key
+    :param own_key: the worker's own key: see :func:`read_resolved`
+    :param namespace: of the router's functions; None is ``default``
+    :param stop: ends the pauses between tries
     """
 
     def __init__(

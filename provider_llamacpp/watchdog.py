@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .calls import Call
 
 TICK = 1.0
+"""Seconds between two looks at the streams, fewer where pings are wanted that soon."""
 
 log = logging.getLogger(__name__)
 

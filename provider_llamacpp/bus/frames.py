@@ -22,6 +22,7 @@ MAX_FRAME = 16 * 1024**2
 FRAGMENT = 1024**2
 """Bytes of payload in each fragment of a message longer than that (engine protocol 1.4)."""
 MAX_CONTROL = 125
+"""Bytes of payload in a control frame (RFC 6455, section 5.5)."""
 PIECE = 64 * 1024
 """Bytes masked in one go: masking needs four copies of them for a moment, and the last frame of a
 long answer has megabytes. A multiple of four, so that the key goes on where it stopped."""

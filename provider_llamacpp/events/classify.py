@@ -54,11 +54,17 @@ class _Rule:
     codes: tuple[str, ...] = ()
     types: tuple[str, ...] = ()
     words: re.Pattern[str] | None = None
+    """Found in the server's words, these in lower case."""
     plain: bool = False
+    """``error`` was a text instead of an object."""
     page: bool = False
+    """A web page came."""
     alone: bool | None = None
+    """No other stream of this worker runs on that server."""
     model_failed: bool | None = None
+    """The model's row says that its load failed; ``{failure}`` in the hint is how."""
     hint: str = ""
+    """What the operator can do, behind the server's words."""
 
     def fits(self, report: _Report) -> bool:
         status = report.status
@@ -268,8 +274,7 @@ def _host(location: str | None) -> str:
     return f"host {_line(host)}" if host else "another path on the same host"
 
 
-# Failures without an answer
-
+# -- failures without an answer ---------------------------------------------------------------
 
 _NETWORK: tuple[tuple[ErrorKind, tuple[str, ...], str], ...] = (
     (

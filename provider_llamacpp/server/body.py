@@ -18,7 +18,9 @@ _LINE_LIMIT = 4096
 _TRAILER_LIMIT = 64
 """Trailer lines behind the last chunk."""
 _CHUNK_LIMIT = 1 << 40
+"""Bytes of a chunk: what claims to be longer is no chunk."""
 _SIZES_KEPT = 256
+"""Chunk headers that are remembered: there are few, but a server could send ever new ones."""
 _HEX = frozenset(b"0123456789abcdefABCDEF")
 
 

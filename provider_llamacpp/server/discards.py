@@ -78,7 +78,8 @@ class Discards:
         except ProviderError as error:
             log.debug("%s was not told to stop a stream: %s", each.target.root, error)
             return False
-        each.times -= not passing(reply.status)
+        if not passing(reply.status):
+            each.times -= 1
         return each.times <= 0
 
     def _keep_trying(self) -> None:
