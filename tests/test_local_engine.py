@@ -1298,10 +1298,12 @@ def test_writer_drops(channel):
     assert reader.closed() == 1005
 
 
-@pytest.fixture
-def lost_handshakes(monkeypatch):
-    """A direction: channel ends of it are cut when they are taken, before the answer goes out. An
-    abort of a call that is just dialling its channel does that."""
+@pytest.fixture(params=["noticed", "not noticed"])
+def lost_handshakes(monkeypatch, request):
+    """A direction: channel ends of it are cut when they are taken, before the answer goes out, and
+    the engine notices that before or then. An abort of a call that is just dialling its channel
+    does that."""
+    noticed = request.param == "noticed"
     lost = []
     admit = LoopbackEngine._admit
 
@@ -1309,6 +1311,8 @@ def lost_handshakes(monkeypatch):
         answer = admit(engine, connection, request)
         if any(f"dir={direction}" in request.path for direction in lost):
             connection.cut()
+            if noticed:
+                connection.recv_events_thread.join()
         return answer
 
     monkeypatch.setattr(LoopbackEngine, "_admit", cut)

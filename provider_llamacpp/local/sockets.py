@@ -78,9 +78,9 @@ class EngineConnection(ServerConnection):
     def handshake(self, *args: Any, **kwargs: Any) -> None:
         try:
             super().handshake(*args, **kwargs)
-        except BaseException:
-            self._give_up_channel()
-            raise
+        finally:
+            if self.over():
+                self._give_up_channel()
 
     def _give_up_channel(self) -> None:
         """Its end was taken, as each can be only once, and will not be served: the other end must
