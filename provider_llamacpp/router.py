@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from .calls import Call
 from .errors import BusError, ProviderError, redacted
+from .lenient import integer
 
 TIMEOUT = 15.0
 """Seconds for every call to the router or the state (provider protocol 1)."""
@@ -80,14 +81,13 @@ def read_resolved(answer: object, own_key: str | None) -> Resolved:
     referenced = answer.get("credential_error") or answer.get("credential_ref")
     if credential is None and not referenced and own_key:
         key, source = own_key, "env"
-    api_url, max_tokens = answer.get("api_url"), answer.get("max_tokens")
+    api_url, max_tokens = answer.get("api_url"), integer(answer.get("max_tokens"))
     if not isinstance(key, str | None) or not isinstance(api_url, str | None):
         raise BusError("provider/bad_resolve_response", "key and api_url must be strings")
-    usable = isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens > 0
     return Resolved(
         key=(key or "").strip() or None,
         api_url=(api_url or "").strip() or None,
-        max_tokens=max_tokens if usable else None,
+        max_tokens=max_tokens if max_tokens and max_tokens > 0 else None,
         source=source if isinstance(source, str) else "none",
     )
 

@@ -8,10 +8,11 @@ older servers say less. Provider protocol 4.2 and 4.3, llama-server API 3 and 10
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..lenient import boolean, integer, mapping, sequence, text, texts
 from ..transcript.convert import Abilities
 
 if TYPE_CHECKING:
@@ -171,19 +172,17 @@ def model_info(
         return None
     launch = launch_options(row)
     context = context_window(row, launch, props)
-    caps = _object(props.get("chat_template_caps"))
-    template = props.get("chat_template")
-    template = template if isinstance(template, str) else ""
-    effort = _bool(caps.get("supports_reasoning_effort"))
-    status = row_status(row)
+    caps = mapping(props.get("chat_template_caps"))
+    template = text(props.get("chat_template")) or ""
+    effort = boolean(caps.get("supports_reasoning_effort"))
     tags = tags_of(row)
     abilities = Abilities(
         tools=_said(caps.get("supports_tools"), tags, "tools"),
-        parallel_tool_calls=_bool(caps.get("supports_parallel_tool_calls")),
+        parallel_tool_calls=boolean(caps.get("supports_parallel_tool_calls")),
         reasoning_effort=effort,
         thinking_switch=_said(probes.thinking_switch, tags, "thinking"),
-        preserve_reasoning=_bool(caps.get("supports_preserve_reasoning")),
-        system_role=_bool(caps.get("supports_system_role")),
+        preserve_reasoning=boolean(caps.get("supports_preserve_reasoning")),
+        system_role=boolean(caps.get("supports_system_role")),
         vision=_reads("vision", "image", row, props, tags),
         audio=_reads("audio", "audio", row, props, tags),
         context_window=context,
@@ -193,9 +192,9 @@ def model_info(
         embeddings = True
     return ModelInfo(
         id=name,
-        aliases=tuple(each for each in _list(row.get("aliases")) if isinstance(each, str)),
+        aliases=tuple(texts(row.get("aliases"))),
         state=state_of(row, props),
-        exit_code=code if isinstance(code := status.get("exit_code"), int) else None,
+        exit_code=integer(row_status(row).get("exit_code")),
         slots=_positive(props.get("total_slots")),
         context_window=context or FALLBACK_CONTEXT,
         abilities=abilities,
@@ -207,7 +206,7 @@ def model_info(
 
 def row_status(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """``status`` of a row: only a server in router mode has it."""
-    return _object(row.get("status"))
+    return mapping(row.get("status"))
 
 
 def state_of(row: Mapping[str, Any], props: Mapping[str, Any]) -> State:
@@ -228,9 +227,9 @@ def context_window(
 
     ``n_ctx_train`` is none of them: it is what the model could do, not what the server was told.
     """
-    settings = _object(props.get("default_generation_settings"))
+    settings = mapping(props.get("default_generation_settings"))
     return (
-        _positive(_object(row.get("meta")).get("n_ctx"))
+        _positive(mapping(row.get("meta")).get("n_ctx"))
         or _positive(row.get("context_length"))
         or _positive(row.get("max_model_len"))
         or _launch_context(launch)
@@ -271,7 +270,7 @@ def launch_options(row: Mapping[str, Any]) -> dict[str, str]:
         name, equals, value = line.partition("=")
         if equals and not line.lstrip().startswith(("#", ";", "[")):
             found[_option_name(name)] = value.strip()
-    args = [each for each in _list(status.get("args")) if isinstance(each, str)]
+    args = texts(status.get("args"))
     for at, each in enumerate(args):
         if not each.startswith("-"):
             continue
@@ -282,8 +281,8 @@ def launch_options(row: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value.lower() not in _OFF}
 
 
-def _option_name(text: str) -> str:
-    name = text.strip().lstrip("-").lower().replace("_", "-").removeprefix("llama-arg-")
+def _option_name(written: str) -> str:
+    name = written.strip().lstrip("-").lower().replace("_", "-").removeprefix("llama-arg-")
     return _OPTION_NAMES.get(name, name)
 
 
@@ -294,7 +293,7 @@ def _for_chat(
     abilities: Abilities,
     embeddings: bool | None,
 ) -> bool:
-    if "decisions" in _list(_object(row.get("architecture")).get("output_modalities")):
+    if "decisions" in sequence(mapping(row.get("architecture")).get("output_modalities")):
         return False
     ranks = "reranking" in launch or launch.get("pooling") == "rank"
     if not embeddings and not ranks and tags.isdisjoint(_RANKS):
@@ -311,10 +310,10 @@ def _reads(
     props: Mapping[str, Any],
     tags: frozenset[str],
 ) -> bool | None:
-    said = _bool(_object(props.get("modalities")).get(modality))
+    said = boolean(mapping(props.get("modalities")).get(modality))
     if said is not None:
         return said
-    inputs = _object(row.get("architecture")).get("input_modalities")
+    inputs = mapping(row.get("architecture")).get("input_modalities")
     return input_name in inputs if isinstance(inputs, list) else _said(None, tags, modality)
 
 
@@ -323,14 +322,12 @@ def tags_of(row: Mapping[str, Any]) -> frozenset[str]:
 
     A tag fills in what the server does not tell; it never speaks against the server.
     """
-    return frozenset(
-        each.strip().lower() for each in _list(row.get("tags")) if isinstance(each, str)
-    )
+    return frozenset(each.strip().lower() for each in texts(row.get("tags")))
 
 
 def _said(value: object, tags: frozenset[str], tag: str) -> bool | None:
     """What the server says; where it is silent, true if there is such a tag."""
-    said = _bool(value)
+    said = boolean(value)
     return True if said is None and tag in tags else said
 
 
@@ -338,18 +335,6 @@ def _efforts(template: str) -> tuple[str, ...]:
     """The usual levels, and those of the rarer ones that the template speaks of."""
     named = {each for each in EFFORTS if re.search(f"['\"]{each}['\"]", template)}
     return tuple(each for each in EFFORTS if each in named or each in _USUAL_EFFORTS)
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> Sequence[Any]:
-    return value if isinstance(value, list) else ()
-
-
-def _bool(value: object) -> bool | None:
-    return value if isinstance(value, bool) else None
 
 
 def _positive(value: object) -> int | None:

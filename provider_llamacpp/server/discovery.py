@@ -21,6 +21,7 @@ from urllib.parse import quote
 from ..calls import Call
 from ..errors import ProviderError
 from ..events.classify import classify
+from ..lenient import mapping, text
 from .catalog import Catalog, Probes, model_info, row_status
 from .upstream import Reply, Target, Upstream
 
@@ -149,12 +150,11 @@ class Discovery:
             seen[place] = found
             models.append(model_info(row, found.props, found.probes or Probes()))
         self._seen = seen
-        build = props.get("build_info")
         return Catalog(
             self._provider,
             tuple(model for model in models if model is not None),
             router_mode=router_mode,
-            build=build if isinstance(build, str) else None,
+            build=text(props.get("build_info")),
         )
 
     def _remember(
@@ -179,7 +179,7 @@ class Discovery:
             preset if router_mode else props.get("media_marker"),
             props.get("build_info"),
             props.get("chat_template"),
-            _object(row.get("meta")).get("n_params"),
+            mapping(row.get("meta")).get("n_params"),
         )
         probes = None
         if before is not None and before.fingerprint == fingerprint:
@@ -243,8 +243,7 @@ class Discovery:
             "chat_template_kwargs": {"enable_thinking": thinking},
         }
         reply = self._ask(target, "POST", "/apply-template" + query, body, until, call)
-        prompt = _object(_json(reply)).get("prompt") if reply.ok else None
-        return prompt if isinstance(prompt, str) else None
+        return text(mapping(_json(reply)).get("prompt")) if reply.ok else None
 
     # -- asking ---------------------------------------------------------------------------
 
@@ -256,7 +255,7 @@ class Discovery:
             reply = self._ask(target, "GET", "/props" + query, None, until, call)
         except ProviderError:
             return {}
-        return _object(_json(reply)) if reply.ok else {}
+        return mapping(_json(reply)) if reply.ok else {}
 
     def _get(self, target: Target, path: str, seconds: float, call: Call | None) -> Reply:
         return self._upstream.request(target, "GET", path, timeout=seconds, call=call)
@@ -283,7 +282,7 @@ def _query(model: str) -> str:
 
 def _rows(reply: Reply) -> list[Mapping[str, Any]] | None:
     """The rows of a model list; None if it is none."""
-    rows = _object(_json(reply)).get("data")
+    rows = mapping(_json(reply)).get("data")
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else None
 
 
@@ -292,7 +291,3 @@ def _json(reply: Reply) -> object:
         return reply.json()
     except ValueError:
         return None
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

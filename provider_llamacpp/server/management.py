@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from ..calls import Call
 from ..errors import BusError, Interrupted
+from ..lenient import boolean, text, texts
 from .asking import ask, failure, read_object, refused, unsound
 from .catalog import model_info, row_status, state_of
 from .follower import Follower
@@ -94,21 +95,17 @@ class ModelManager:
         info = model_info(row, {})
         assert info is not None, "rows have ids"
         progress = self._follower.progress(info.id)
-        source, removable = row.get("source"), row.get("can_remove")
-        tags = row.get("tags")
         return {
             "id": info.id,
             "aliases": list(info.aliases),
-            "tags": [each for each in tags if isinstance(each, str)]
-            if isinstance(tags, list)
-            else [],
+            "tags": texts(row.get("tags")),
             "state": info.state,
             "exit_code": info.exit_code,
             "progress": None if progress is None else progress.facts(),
             "context_window": info.abilities.context_window,
             "for_chat": info.for_chat,
-            "source": source if isinstance(source, str) else None,
-            "can_remove": removable if isinstance(removable, bool) else None,
+            "source": text(row.get("source")),
+            "can_remove": boolean(row.get("can_remove")),
         }
 
     def was_ended(self, model: str) -> bool:
@@ -371,8 +368,7 @@ def event_frame(event: ModelEvent) -> Frame:
 def find(rows: Sequence[Row], model: str) -> Row | None:
     """The row under the id or an alias ``model``."""
     for row in rows:
-        aliases = row.get("aliases")
-        if row["id"] == model or (isinstance(aliases, list) and model in aliases):
+        if row["id"] == model or model in texts(row.get("aliases")):
             return row
     return None
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .. import jsontext
+from ..lenient import integer, mapping, text
 
 Kind = Literal["status", "download", "finished", "failed", "removed", "reloaded"]
 """``status``: of a load, or a change of state. ``download``: how far one has come; ``finished`` and
@@ -79,36 +80,28 @@ def read_event(data: bytes) -> ModelEvent | None:
         value = jsontext.loads(data)
     except ValueError:
         return None
-    event = _object(value)
-    kind = _KINDS.get(name if isinstance(name := event.get("event"), str) else None)
-    model = event.get("model")
-    if kind is None or not isinstance(model, str):
+    event = mapping(value)
+    kind, model = _KINDS.get(text(event.get("event"))), text(event.get("model"))
+    if kind is None or model is None:
         return None
-    details = _object(event.get("data"))
+    details = mapping(event.get("data"))
     if kind == "download":
-        return ModelEvent(model, kind, "downloading", _download(_object(details.get("progress"))))
+        return ModelEvent(model, kind, "downloading", _download(mapping(details.get("progress"))))
     if kind != "status":
         return ModelEvent(model, kind)
-    status = details.get("status")
-    code = details.get("exit_code")
+    status = text(details.get("status"))
     progress = None
     if status == "loading":
-        progress = _load(_object(details.get("progress")))
+        progress = _load(mapping(details.get("progress")))
     elif status == "downloading":
         progress = Progress("downloading")
-    return ModelEvent(
-        model,
-        kind,
-        status if isinstance(status, str) else None,
-        progress,
-        code if isinstance(code, int) and not isinstance(code, bool) else None,
-    )
+    return ModelEvent(model, kind, status, progress, integer(details.get("exit_code")))
 
 
 def _load(progress: Mapping[str, Any]) -> Progress:
     """``{"stages": [...], "current", "value"}``: the share of the current stage."""
     stages, current, value = (progress.get(name) for name in ("stages", "current", "value"))
-    stage = current if isinstance(current, str) else None
+    stage = text(current)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         return Progress("loading", stage=stage)
     if isinstance(stages, list) and current in stages:
@@ -120,7 +113,7 @@ def _download(files: Mapping[str, Any]) -> Progress:
     """``{url: {"done", "total"}}``: a model may come in several files."""
     done = total = 0
     for each in files.values():
-        some, all_ = _count(_object(each).get("done")), _count(_object(each).get("total"))
+        some, all_ = _count(mapping(each).get("done")), _count(mapping(each).get("total"))
         done, total = done + some, total + max(some, all_)
     return Progress(
         "downloading", share=done / total if total else None, done=done, total=total or None
@@ -128,9 +121,4 @@ def _download(files: Mapping[str, Any]) -> Progress:
 
 
 def _count(value: object) -> int:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return max(0, value) if whole and isinstance(value, int) else 0
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return max(0, integer(value) or 0)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..calls import Call
 from ..errors import BusError
+from ..lenient import integer
 from .asking import ask, failure, read_object, refused, unsound
 from .upstream import Target, Upstream
 
@@ -106,9 +107,10 @@ class TokenCounter:
 
 
 def _count_in(value: object, route: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    count = integer(value)
+    if count is None or count < 0:
         raise unsound(route, "the answer holds no count")
-    return value
+    return count
 
 
 # -- embeddings -------------------------------------------------------------------------------
@@ -164,8 +166,8 @@ def _vectors(rows: object, count: int) -> list[list[float]]:
     for place, row in enumerate(rows):
         if not isinstance(row, dict):
             raise _unsound(f"row {place} is no object")
-        index = row.get("index", place)
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
+        index = integer(row.get("index", place))
+        if index is None or not 0 <= index < count:
             raise _unsound(f"row {place} has an index that belongs to no text")
         if index in found:
             raise _unsound(f"two rows have the index {index}")

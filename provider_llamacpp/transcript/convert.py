@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidRequest
+from ..lenient import integer, mapping, sequence
 from ..payloads import ChatRequest, CountRequest
 from .names import NameTable
 from .rows import Row, RowRules, transcript_rows
@@ -224,9 +225,10 @@ def _token_limit(request: ChatRequest, options: dict[str, Any], max_tokens: int)
     given = [(name, options.pop(name)) for name in _TOKEN_LIMITS if name in options]
     if request.max_output_tokens is None and given:
         name, value = given[0]
-        if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+        limit = integer(value)
+        if limit is None or limit < -1:
             raise InvalidRequest(f"provider_options.{name}: must be an integer of at least -1")
-        max_tokens = value
+        max_tokens = limit
     return min(max_tokens, _MOST_TOKENS)
 
 
@@ -292,20 +294,16 @@ def _thinking(
 
 def _budget(level: str, meta: dict[str, Any] | None) -> int | None:
     """The catalog's thinking budget for ``level``, in tokens."""
-    budgets = (meta or {}).get("thinking_budgets")
-    value = budgets.get(level) if isinstance(budgets, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_TOKENS:
-        return None
-    return value
+    budget = integer(mapping((meta or {}).get("thinking_budgets")).get(level))
+    return budget if budget is not None and 0 <= budget <= _MOST_TOKENS else None
 
 
 def _effort(level: str, meta: dict[str, Any] | None) -> str:
     """``level``, or of the efforts that the catalog lists for the model the nearest one."""
-    listed = (meta or {}).get("reasoning_efforts")
     efforts: list[str] = [
         entry["effort"]
-        for entry in (listed if isinstance(listed, list) else [])
-        if isinstance(entry, dict) and entry.get("effort") in _EFFORTS[1:]
+        for entry in sequence((meta or {}).get("reasoning_efforts"))
+        if mapping(entry).get("effort") in _EFFORTS[1:]
     ]
     if not efforts or level in efforts:
         return level
