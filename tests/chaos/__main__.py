@@ -30,6 +30,7 @@ def main() -> int:
     options = top.parse_args()
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
     log = options.log or Path(tempfile.mkdtemp(prefix="chaos-")) / "worker.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     print(f"chaos: seed {seed}, the worker's log is {log}", flush=True)
     # Connections that break are what this is about.
     logging.getLogger("websockets").setLevel(logging.CRITICAL)
@@ -46,7 +47,7 @@ def main() -> int:
     try:
         with run:
             run.go(options.seconds)
-            print(run.report())
+        print(run.report())
     except LookupError as error:
         print(f"SKIPPED: {error}")
         return 0

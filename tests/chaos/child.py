@@ -1,8 +1,8 @@
 """The worker in a process of its own, as its command line runs it, with two things in our hands.
 
-The wall clock jumps by hours at each SIGUSR1; and with ``CHAOS_IMPATIENT`` in its environment the
-bus counts as dead after seconds of silence instead of a minute. Usage: ``child.py FLAGS…``, the
-flags of ``provider-llamacpp``.
+The wall clock jumps by hours at each SIGUSR1; and with ``CHAOS_SILENCE_LIMIT`` in its environment
+the bus counts as dead after so many seconds of silence instead of a minute. Usage:
+``child.py FLAGS…``, the flags of ``provider-llamacpp``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def main() -> int:
 
     time.time = lambda: real() + offset[0]
     signal.signal(signal.SIGUSR1, jump)
-    if os.environ.get("CHAOS_IMPATIENT"):
+    if silence_limit := os.environ.get("CHAOS_SILENCE_LIMIT"):
         provider_llamacpp.worker.Engine = functools.partial(  # type: ignore[assignment,misc]
             provider_llamacpp.worker.Engine,
             ping_interval=0.5,
-            silence_limit=2.0,
+            silence_limit=float(silence_limit),
             send_timeout=4.0,
             retry_first=0.05,
             retry_limit=1.0,

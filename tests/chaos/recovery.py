@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the tests' own helpers 
 from .run import Run
 from .schedule import StreamPlan
 from .server import ChaosServer
+from .streams import PATIENCE
 
 DOWN = 0.5
 """Seconds for which the engine and the server are away."""
@@ -47,16 +48,17 @@ class Clock:
             target=self.run.caller.run, args=[plan, threading.Event()], daemon=True
         )
         thread.start()
-        self.until(lambda: self._number in self.run.server.active)
+        assert self.server.wait_for_stream(self._number, PATIENCE), "it does not come"
         return thread
 
-    def until(self, condition: Callable[[], object]) -> float:
-        """Seconds until it holds, looked at every millisecond."""
-        began = time.monotonic()
-        while not condition():
-            assert time.monotonic() - began < 60, "it does not come"
-            time.sleep(0.001)
-        return time.monotonic() - began
+    @property
+    def server(self) -> ChaosServer:
+        assert isinstance(self.run.server, ChaosServer)
+        return self.run.server
+
+    def idle(self) -> None:
+        """Until the server generates for nobody."""
+        assert self.server.wait_until_idle(PATIENCE), "the server goes on"
 
     def served(self) -> float:
         began = time.monotonic()
@@ -72,10 +74,9 @@ class Clock:
         return self.served()
 
     def server_back(self) -> float:
-        assert isinstance(self.run.server, ChaosServer)
-        self.run.server.die()
+        self.server.die()
         time.sleep(DOWN)
-        self.run.server.start()
+        self.server.start()
         return self.served()
 
     def abort(self) -> float:
@@ -83,7 +84,7 @@ class Clock:
         key = self.run.caller.running[self._number]
         began = time.monotonic()
         self.run.client.invoke("provider::llamacpp::abort", {"request_id": key})
-        self.until(lambda: not self.run.server.active)
+        self.idle()
         took = time.monotonic() - began
         thread.join()
         return took
@@ -93,7 +94,7 @@ class Clock:
         key = self.run.caller.running[self._number]
         began = time.monotonic()
         self.run.client.invoke("provider::llamacpp::abort", {"request_id": key})
-        self.until(lambda: not self.run.server.active)
+        self.idle()
         took = time.monotonic() - began
         thread.join()
         return took
@@ -103,7 +104,9 @@ class Clock:
         self.run.caller.on_leave = left.set
         thread = self.begin("trickle", "leaves", delay=0.3)
         left.wait()
-        took = self.until(lambda: not self.run.server.active)
+        began = time.monotonic()
+        self.idle()
+        took = time.monotonic() - began
         thread.join()
         return took
 

@@ -6,122 +6,33 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from proxy import Cut, Link, Proxy
+from proxy import Cut, Link
 
 from provider_llamacpp.errors import BusError
 from provider_llamacpp.local.client import BusClient
-from provider_llamacpp.local.engine import LoopbackEngine
 from provider_llamacpp.local.router import LoopbackRouter
 
+from .lines import NarrowProxy, ProxiedEngine
+from .process import SILENCE_LIMIT, Worker
+from .record import Record
 from .schedule import Fault, StreamPlan, faults, real_prompt, real_words, stream_plan
 from .server import MODEL, ChaosServer, RealServer
-from .streams import PATIENCE, Caller, Seen, Trouble, judge
+from .streams import BUS_LOST, PATIENCE, Caller, Seen, Trouble, judge
 
-SEND_TIMEOUT = 2.0
 WORKER = "provider-llamacpp"
-STOP_LIMIT = 8.0
-"""Seconds from SIGTERM to exit, with a drain of 0.3 s."""
 RSS_LIMIT = 160 << 20
 """Bytes the worker's memory may grow from its first quiet moment on. Answers of 8 MiB, many of them
 side by side, are part of the run, and the allocator keeps pages for each thread; what a thousand
 streams would leak at 200 KB each stands out all the same."""
-
-
-class NarrowProxy(Proxy):
-    """Takes little into its buffers, so that a caller that does not read is felt soon."""
-
-    buffer = 65536
-
-    def forget(self) -> None:
-        """Drop the connections that have ended."""
-        with self._changing:
-            self.links[:] = [link for link in self.links if not link.ended.is_set()]
-        self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
-
-
-class ProxiedEngine(LoopbackEngine):
-    """Takes the proxy's address for its own."""
-
-    def _refusal(self, connection: Any, request: Any) -> Any:
-        del request.headers["Host"]
-        request.headers["Host"] = self._authority
-        return super()._refusal(connection, request)
-
-
-class Worker:
-    """The worker's process, and what the system says of it."""
-
-    def __init__(
-        self, engine_url: str, log: Path, *, patient: bool = False, resume: bool = False
-    ) -> None:
-        self._url = engine_url
-        self._resume = resume
-        self._patient = patient
-        self._log = log
-        self.process: subprocess.Popen[bytes] | None = None
-        self.exits: list[float] = []
-
-    def start(self) -> None:
-        child = Path(__file__).with_name("child.py")
-        flags = ["--url", self._url, "--drain", "0.3", "--log-level", "info"]
-        flags += ["--resume", "on"] if self._resume else []
-        impatient = {
-            "PROVIDER_LLAMACPP_SEND_TIMEOUT": f"{SEND_TIMEOUT:g}",
-            "PROVIDER_LLAMACPP_CONNECT_TIMEOUT": "5",
-            # A caller that left a silent stream is noticed by a ping that fails.
-            "PROVIDER_LLAMACPP_PING_INTERVAL": "2",
-            "CHAOS_IMPATIENT": "1",
-        }
-        environment = {**os.environ, **({} if self._patient else impatient)}
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(child), *flags], stdout=log, stderr=log, env=environment
-            )
-
-    def terminate(self) -> str | None:
-        """SIGTERM; what was wrong with how it went."""
-        assert self.process is not None
-        began = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            code = self.process.wait(STOP_LIMIT)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            return f"the worker did not end within {STOP_LIMIT:g} s of SIGTERM"
-        self.exits.append(time.monotonic() - began)
-        return None if code == 0 else f"the worker ended with {code}"
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
-
-    def threads(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/task"))
-
-    def descriptors(self) -> Counter[str]:
-        """Open descriptors by what they are."""
-        found: Counter[str] = Counter()
-        for each in os.listdir(f"/proc/{self.pid}/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/{self.pid}/fd/{each}")
-                found[target.partition(":")[0]] += 1
-        return found
-
-    def rss(self) -> int:
-        pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Run:
@@ -157,7 +68,6 @@ class Run:
         self._patient = patient
         self._cuts = cuts
         self.faults = faults(seed, streams, every, real=real)
-        self.violations: list[str] = []
         self.troubles: list[Trouble] = []
         self.counts: Counter[str] = Counter()
         """Faults of streams, callers' ways and faults of all, by kind."""
@@ -168,11 +78,17 @@ class Run:
         self.abort_seconds: list[float] = []
         self.recoveries: dict[str, list[float]] = {}
         self._log = log
+        self.record = Record(log, f"seed {seed}, {streams} streams at most, {width} at once")
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._results: Counter[str] = Counter()
         self._ports: set[int] = set()
         self._stack = contextlib.ExitStack()
+
+    @property
+    def violations(self) -> list[str]:
+        """What broke a law, one sentence each; :attr:`record` has the whole of it."""
+        return self.record.violations
 
     # -- life -----------------------------------------------------------------------------
 
@@ -182,8 +98,11 @@ class Run:
             self._stack = self._stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         self._stop.set()
+        if error is not None:
+            self.record.note("the run broke off", *traceback.format_exception(error))
+        self.record.write(self.report())
         self._stack.close()
 
     def _set_up(self, stack: contextlib.ExitStack) -> None:
@@ -193,7 +112,7 @@ class Run:
         if self._resume and not (isinstance(self.server, RealServer) and self.server.keeps_streams):
             raise LookupError("this llama-server keeps no streams")
         self.line = stack.enter_context(NarrowProxy(self.server.url, self._cut_plan))
-        self.engine = stack.enter_context(ProxiedEngine(on_frame=self._on_frame))
+        self.engine = stack.enter_context(ProxiedEngine(self._on_frame, self._on_end))
         self.bus = stack.enter_context(NarrowProxy(self.engine.url))
         self.router = LoopbackRouter(self.engine.url, environ={})
         self.router.set_config("llamacpp", api_url=self.line.url)
@@ -225,12 +144,34 @@ class Run:
     # -- what others do -------------------------------------------------------------------
 
     def _on_frame(self, peer: Any, frame: dict[str, Any]) -> None:
+        if frame.get("id") == "provider::llamacpp::stream" and peer.name == WORKER:
+            with self._lock:
+                for each in self.troubles:
+                    if each.kind == "bus_silent" and each.until is None:
+                        each.until = time.monotonic()
         if frame.get("type") == "invocationresult" and peer.name == WORKER:
             invocation = frame["invocation_id"]
             with self._lock:
                 self._results[invocation] += 1
-                if self._results[invocation] == 2:
-                    self.violations.append(f"two results for one call: {frame}")
+                twice = self._results[invocation] == 2
+            if twice:
+                self.record.violation(f"two results for one call: {frame}")
+
+    def _on_end(self, peer: Any, port: int) -> None:
+        """A worker's connection has ended, and its calls are about to fail for that."""
+        if peer.name != WORKER or self._stop.is_set():
+            return
+        with self._lock:
+            known = any(each.until is None and each.kind in BUS_LOST for each in self.troubles)
+        seconds, since = self.bus.by_port[port].silence()
+        if known or self._patient or seconds < SILENCE_LIMIT:
+            return
+        # On a busy machine engine and proxy, which are ours, may have no turn for that long. Then
+        # the worker is right to give the line up: what came of it is no broken law.
+        with self._lock:
+            self.counts["engine without a turn"] += 1
+            self.troubles.append(Trouble("bus_silent", since))
+        self.record.note(f"nothing went to the worker for {seconds:.3f} s, and it left")
 
     def _cut_plan(self, link: Link) -> Cut | None:
         """The connections to the server that break on their way: one in 25, or most of them."""
@@ -311,10 +252,11 @@ class Run:
             self.counts[f"caller {plan.caller}"] += 1
             self.outcomes[outcome] += 1
             self.abort_seconds += seen.abort_seconds
-            for each in found:
-                self.violations.append(
-                    f"stream {plan.number} ({plan.server}, {plan.caller}): {each}"
-                )
+        for each in found:
+            self.record.violation(
+                f"stream {plan.number} ({plan.server}, {plan.caller}): {each}",
+                *self.record.of_stream(seen, troubles),
+            )
 
     # -- faults of all --------------------------------------------------------------------
 
@@ -323,15 +265,20 @@ class Run:
         trouble = Trouble(fault.kind, time.monotonic())
         with self._lock:
             self.troubles.append(trouble)
+        self.record.note(f"{fault.kind}, {fault}")
         try:
             getattr(self, f"_{fault.kind}")(fault)
             began = time.monotonic()
             self.wait_served()
             self.recoveries.setdefault(fault.kind, []).append(time.monotonic() - began)
         except Exception as error:
-            self.violations.append(f"{fault.kind}: {type(error).__name__}: {error}")
+            self.record.violation(
+                f"{fault.kind}: {type(error).__name__}: {error}",
+                *traceback.format_exception(error),
+            )
         # Calls may still be on their way that were begun under it.
         trouble.until = time.monotonic() + 0.2
+        self.record.note(f"{fault.kind} is over")
 
     def wait_served(self) -> None:
         """Until a stream comes through whole.
@@ -365,19 +312,18 @@ class Run:
         return [link for link in list(self.bus.links) if link.request.startswith("GET / ")]
 
     def _bus_cut(self, fault: Fault) -> None:
-        for link in self._control():
-            link.cut("close")
+        _cut(self._control(), "close")
 
     def _bus_reset(self, fault: Fault) -> None:
-        for link in self._control():
-            link.cut("reset")
+        _cut(self._control(), "reset")
 
     def _half_open(self, fault: Fault) -> None:
         self.bus.hold()
         # Half of them longer than the worker's silence limit.
         self._stop.wait(fault.seconds + (2.5 if fault.draw > 0.5 else 0.0))
         if fault.draw * 4 % 1 > 0.5:
-            self.bus.cut("reset")
+            # Carried out before anything else goes through.
+            _cut(self.bus.links, "reset")
         self.bus.release()
 
     def _engine_stops_reading(self, fault: Fault) -> None:
@@ -387,9 +333,11 @@ class Run:
 
     def _channels_cut(self, fault: Fault) -> None:
         rng = random.Random(fault.draw)
-        for link in list(self.bus.links):
-            if link.request.startswith("GET /ws/channels/") and rng.random() < 0.5:
-                link.cut("reset" if rng.random() < 0.5 else "close")
+        channels = [
+            link for link in list(self.bus.links) if link.request.startswith("GET /ws/channels/")
+        ]
+        for how in ("reset", "close"):
+            _cut([link for link in channels if rng.random() < 0.5], how)
 
     def _router_restarts(self, fault: Fault) -> None:
         self.router.restart()
@@ -410,7 +358,7 @@ class Run:
 
     def _server_dies(self, fault: Fault) -> None:
         self.line.refuse()
-        self.line.cut()
+        _cut(self.line.links, "reset")
         self._pause(fault)
         self.line.accept()
 
@@ -420,7 +368,12 @@ class Run:
         self.line.release()
 
     def _server_restarts(self, fault: Fault) -> None:
-        self.server.restart()
+        if isinstance(self.server, RealServer):
+            self.server.restart()
+            return
+        self.server.die()
+        self._pause(fault)
+        self.server.start()
 
     def _server_loading(self, fault: Fault) -> None:
         assert isinstance(self.server, ChaosServer)
@@ -444,7 +397,7 @@ class Run:
 
     def _worker_terminated(self, fault: Fault) -> None:
         if problem := self.worker.terminate():
-            self.violations.append(problem)
+            self.record.violation(problem)
         self.worker.start()
         # What the new process holds is compared with nothing of the old one.
         self.quiet.clear()
@@ -460,7 +413,8 @@ class Run:
             ]
             for seen in pool.map(lambda plan: self.caller.run(plan, self._stop), plans):
                 if not seen.frames:
-                    self.violations.append(f"{what}: {seen.failure}")
+                    said = self.record.of_stream(seen, ())
+                    self.record.violation(f"{what}: {seen.failure}", *said)
 
     def _look(self, *, last: bool = False) -> None:
         """After the last stream nothing is left: no call, stream, descriptor, connection."""
@@ -469,18 +423,20 @@ class Run:
             held = self._held()
             if not held["problems"]:
                 break
-        self.violations += [f"left after {self.done} streams: {each}" for each in held["problems"]]
+        for each in held["problems"]:
+            self.record.violation(f"left after {self.done} streams: {each}")
         self.quiet.append(held)
+        self.record.note(f"quiet after {self.done} streams")
         self.line.forget()
         self.bus.forget()
         self.server.ports.clear()
         if len(self.quiet) > 1:
             first = self.quiet[0]
             if held["threads"] > max(first["threads"], 24 + 16 + 64):
-                self.violations.append(f"threads: {first['threads']}, then {held['threads']}")
+                self.record.violation(f"threads: {first['threads']}, then {held['threads']}")
             grown = held["rss"] - first["rss"]
             if grown > RSS_LIMIT:
-                self.violations.append(f"memory grew by {grown >> 20} MiB")
+                self.record.violation(f"memory grew by {grown >> 20} MiB")
 
     def _held(self) -> dict[str, Any]:
         problems = []
@@ -531,7 +487,7 @@ class Run:
                 f"{moment['rss'] >> 20} MiB; here {moment['own']} descriptors"
             )
         if self._resume:
-            taken = max(moment["resumes"] for moment in self.quiet)
+            taken = max((moment["resumes"] for moment in self.quiet), default=0)
             lines.append(f"  taken up again by one worker process: {taken} streams")
         if self.abort_seconds:
             slowest = max(self.abort_seconds)
@@ -539,4 +495,14 @@ class Run:
         for kind, times in sorted(self.recoveries.items()):
             lines.append(f"  {kind}: served again after {max(times):.2f} s at worst")
         lines += [f"  VIOLATION {each}" for each in self.violations[:40]]
+        lines += [f"  all of it is in {self.record.path}"]
         return "\n".join(lines)
+
+
+def _cut(links: Iterable[Link], how: Literal["close", "reset"]) -> None:
+    """End them, and wait for that: what begins later is not to be met by it."""
+    ending = list(links)
+    for link in ending:
+        link.cut(how)
+    for link in ending:
+        assert link.ended.wait(PATIENCE), "a connection was cut and goes on"

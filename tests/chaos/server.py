@@ -52,6 +52,8 @@ class ChaosServer:
         self._socks: set[socket.socket] = set()
         self._active: dict[socket.socket, int] = {}
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        """Told when a connection or a stream begins or ends."""
         self._listener = Listener(self._take)
         self._threads: set[threading.Thread] = set()
 
@@ -87,11 +89,15 @@ class ChaosServer:
         for sock in socks:
             _reset(sock)
 
-    def restart(self) -> None:
-        """Die, and be back."""
-        self.die()
-        time.sleep(0.2)
-        self.start()
+    def wait_for_stream(self, number: int, timeout: float) -> bool:
+        """Wait until it generates for the stream of that number; whether it did in time."""
+        with self._lock:
+            return self._changed.wait_for(lambda: number in self._active.values(), timeout)
+
+    def wait_until_idle(self, timeout: float) -> bool:
+        """Wait until it generates for nobody; whether it did in time."""
+        with self._lock:
+            return self._changed.wait_for(lambda: not self._active, timeout)
 
     def stop(self) -> None:
         """End everything."""
@@ -120,6 +126,7 @@ class ChaosServer:
             with self._lock:
                 self._socks.discard(sock)
                 self._active.pop(sock, None)
+                self._changed.notify_all()
             sock.close()
             self._threads.discard(threading.current_thread())
 
@@ -147,6 +154,7 @@ class ChaosServer:
                 self.served += 1
                 self._active[sock] = plan["number"]
                 self.ports[plan["number"]] = port
+                self._changed.notify_all()
             _Generation(sock, plan).run()
         else:
             _json(sock, {"error": {"code": 404, "message": "File Not Found"}}, 404)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +23,7 @@ from .schedule import ENDLESS, StreamPlan, expected
 PATIENCE = 30.0
 """Seconds after which a stream that has not ended breaks the law."""
 OVER = 2.0
-"""Seconds between the call's result and the end of its channel that are still well."""
-STALL = 5.0
-"""Seconds a caller that does not read stays; the worker gives it up after less."""
+"""Seconds without a frame after the call's result, until it is asked whether a writer came."""
 _NOT_SERVED = ("function_not_found", "disconnected", "channel_unavailable")
 
 _CUT = ("stays open", "start comes alone")
@@ -53,7 +53,7 @@ class Trouble:
 
 CHANNEL_LOST = {"engine_killed", "engine_closed", "half_open", "channels_cut", "worker_terminated"}
 BUS_LOST = CHANNEL_LOST - {"channels_cut"} | {"bus_cut", "bus_reset", "engine_stops_reading"}
-BUS_LOST |= {"state_missing"}
+BUS_LOST |= {"state_missing", "bus_silent"}
 ABORTED = {"abort_storm"}
 
 
@@ -82,6 +82,22 @@ class Seen:
         return [json.loads(frame)["type"] for frame in self.frames]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the caller of a stream holds of it.
+
+    :ivar key: its request id
+    :ivar future: the call's result
+    :ivar stop: the run is to end
+    """
+
+    channel: Any
+    writer: Any
+    key: str
+    future: Future[Any]
+    stop: threading.Event
+
+
 class Caller:
     """Makes streams over one bus connection. :meth:`run` is called from many threads.
 
@@ -105,7 +121,7 @@ class Caller:
             seen.started = time.monotonic()
             seen.tries += 1
             try:
-                if self._once(seen):
+                if self._once(seen, stop):
                     break
             except BusError as error:
                 seen.failure = error
@@ -116,7 +132,7 @@ class Caller:
         seen.ended = time.monotonic()
         return seen
 
-    def _once(self, seen: Seen) -> bool:
+    def _once(self, seen: Seen, stop: threading.Event) -> bool:
         plan, client = seen.plan, self._client
         seen.frames, seen.failure, seen.aborts = [], None, []
         seen.closed = seen.unclosed = False
@@ -133,7 +149,8 @@ class Caller:
             try:
                 future = client.begin(f"provider::{self._provider}::stream", payload)
                 if plan.caller not in ("wrong_key", "invalid"):
-                    self._read(seen, channel, key, future)
+                    reading = Reading(channel, made["writer"], key, future, stop)
+                    self._read(seen, reading)
                 self._await(seen, future)
             finally:
                 self.running.pop(plan.number, None)
@@ -143,53 +160,56 @@ class Caller:
         return failed is None or bool(seen.frames) or failed.code not in _NOT_SERVED
 
     def _take_writer(self, writer: Any) -> None:
-        """An engine keeps a channel whose writer never came for minutes (engine protocol 7.6)."""
+        """End a channel whose writer never came: an engine keeps it for minutes (engine protocol
+        7.6)."""
         try:
             with self._client.open_channel(writer, "write"):
                 pass
         except BusError:
             pass  # it came
 
-    def _read(self, seen: Seen, channel: Any, key: str, future: Any) -> None:
-        plan = seen.plan
+    def _read(self, seen: Seen, reading: Reading) -> None:
+        plan, channel, future = seen.plan, reading.channel, reading.future
         deadline = seen.started + PATIENCE
         act_at: float | None = seen.started + plan.delay
         if plan.caller in ("reads", "slow"):
             act_at = None
         over_at: float | None = None
+        asked = False
         if plan.caller == "leaves_at_once":
-            self._act(seen, channel, key)
+            self._act(seen, reading)
             return
         while True:
             now = time.monotonic()
             if act_at is not None and (len(seen.frames) >= plan.after or now >= act_at):
                 act_at = None
-                self._act(seen, channel, key)
+                self._act(seen, reading)
                 if seen.left:
                     return
             if now > deadline:
-                seen.hung = True
+                seen.hung, seen.unclosed = True, future.done()
                 return
             wait = 0.25 if act_at is None else max(0.001, min(0.25, act_at - now))
             try:
                 frame = channel.recv(timeout=wait)
             except TimeoutError:
-                # Whoever was not served, or aborted before the channel was dialled, gets no end.
+                # Whoever was not served, or aborted before the channel was dialled, gets no end,
+                # unless we make one. If a writer came there is an end, however late.
                 if over_at is None and future.done():
                     over_at = now + _patience(future.exception())
-                if over_at is not None and now > over_at:
-                    seen.unclosed = True
-                    return
+                if not (seen.frames or asked) and over_at is not None and now > over_at:
+                    asked = True
+                    self._take_writer(reading.writer)
                 continue
             except ConnectionClosed:
                 seen.closed = True
                 return
             seen.frames.append(frame if isinstance(frame, str) else repr(frame))
             if plan.caller == "slow" and len(seen.frames) % 10 == 0:
-                time.sleep(0.01)
+                reading.stop.wait(0.01)
 
-    def _act(self, seen: Seen, channel: Any, key: str) -> None:
-        caller = seen.plan.caller
+    def _act(self, seen: Seen, reading: Reading) -> None:
+        caller, channel, key = seen.plan.caller, reading.channel, reading.key
         if caller in ("aborts", "aborts_twice"):
             for _ in range(1 if caller == "aborts" else 2):
                 began = time.monotonic()
@@ -209,7 +229,9 @@ class Caller:
             else:
                 channel.close()
         elif caller == "stalls":
-            time.sleep(STALL)
+            # Until it is given up. It must be: nobody else ends this.
+            with contextlib.suppress(FutureTimeout):
+                reading.future.exception(PATIENCE)
 
     def _await(self, seen: Seen, future: Any) -> None:
         try:
@@ -246,6 +268,8 @@ def judge(
     found: list[str] = [note for note in seen.notes if note.startswith("not served")]
     if found:
         return found
+    if seen.unclosed:
+        return [f"the call was answered, its channel not closed in {PATIENCE:g} s"]
     if seen.hung:
         return [f"the stream or its result did not end in {PATIENCE:g} s"]
     found += _result(seen, met)
@@ -255,15 +279,11 @@ def judge(
         return found
     kinds = seen.kinds
     terminal = bool({"done", "error"} & set(kinds))
-    may_lack = seen.left or True in seen.aborts or met & (CHANNEL_LOST | ABORTED)
+    may_lack = seen.left or True in seen.aborts or bool(met & (CHANNEL_LOST | ABORTED))
     may_lack = may_lack or plan.caller == "stalls" or seen.failure is not None
     if seen.frames or not may_lack:
         broken = violations(seen.frames, terminal=terminal)
         found += broken if terminal else [each for each in broken if not each.endswith(_CUT)]
-    unclosed = seen.unclosed and seen.frames and seen.failure is None
-    # A line that is held may let the result through and keep the end of the channel.
-    if unclosed and plan.caller != "stalls" and not met & CHANNEL_LOST:
-        found.append("the call was answered, its channel not closed")
     if not terminal and not may_lack:
         found.append(f"no terminal frame: {kinds[-3:]}")
     if terminal and True in seen.aborts and plan.server in ENDLESS and not met:
