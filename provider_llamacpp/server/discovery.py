@@ -50,6 +50,50 @@ class _Seen:
     """In router mode: the command line, with the port, of the process that gave ``props``."""
 
 
+class _Questions:
+    """All questions of one look at a server: they share their time, and a call that may end them.
+
+    :param call: an abort of it ends the question that is asked
+    """
+
+    def __init__(self, upstream: Upstream, target: Target, call: Call | None) -> None:
+        self.target = target
+        self._upstream = upstream
+        self._call = call
+        self._until = time.monotonic() + DISCOVERY_SECONDS
+
+    def ask(self, method: str, path: str, payload: object = None) -> Reply:
+        """The answer to one, whatever its status.
+
+        :raises ProviderError: if none came, or no time is left
+        :raises Interrupted: if the call is aborted
+        """
+        left = min(REQUEST_SECONDS, self._until - time.monotonic())
+        if left <= 0:
+            raise ProviderError("transient", f"{self.target.root} answers too slowly")
+        return self._upstream.request(
+            self.target, method, path, payload, timeout=left, call=self._call
+        )
+
+    def props(self, query: str = "") -> Mapping[str, Any]:
+        """``/props``, or nothing: who does not have it may have a web page there."""
+        try:
+            reply = self.ask("GET", "/props" + query)
+        except ProviderError:
+            return {}
+        return mapping(_json(reply)) if reply.ok else {}
+
+    def prompt(self, model: str, query: str, thinking: bool) -> str | None:
+        """What the template of ``model`` makes of a message; None if that is not told."""
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": "hi"}],
+            "chat_template_kwargs": {"enable_thinking": thinking},
+        }
+        reply = self.ask("POST", "/apply-template" + query, body)
+        return text(mapping(_json(reply)).get("prompt")) if reply.ok else None
+
+
 class Discovery:
     """Finds the server, and what it serves. One for a provider.
 
@@ -100,7 +144,7 @@ class Discovery:
     def _problem_of(self, target: Target, call: Call | None) -> str | None:
         """Why there is no llama-server at ``target``; None if there is one."""
         try:
-            reply = self._get(target, "/v1/models", PROBE_SECONDS, call)
+            reply = self._list(target, PROBE_SECONDS, call)
         except ProviderError as error:
             # Its question, whether one runs there, is what the caller answers for all ports.
             return error.message.removeprefix("llama-server at ").partition("; is llama-server")[0]
@@ -118,9 +162,9 @@ class Discovery:
             known before still holds
         :raises Interrupted: if ``call`` is aborted
         """
-        until = time.monotonic() + DISCOVERY_SECONDS
+        questions = _Questions(self._upstream, target, call)
         try:
-            reply = self._get(target, "/v1/models", REQUEST_SECONDS, call)
+            reply = self._list(target, REQUEST_SECONDS, call)
         except ProviderError:
             if target.root == self._root:
                 # It may come back at the other port.
@@ -135,7 +179,7 @@ class Discovery:
             raise ProviderError(
                 "transient", f"{target.root}/v1/models answers with something else than models"
             )
-        props = self._props(target, "", until, call)
+        props = questions.props()
         router_mode = props.get("role") == "router" or any(map(row_status, rows))
         models = []
         seen: dict[tuple[str, str], _Seen] = {}
@@ -145,8 +189,8 @@ class Discovery:
                 continue
             own = props if len(rows) == 1 and not router_mode else {}
             if router_mode and row_status(row).get("value") in ("loaded", "sleeping"):
-                own = self._props_of(target, row, until, call)
-            found = self._remember(target, row, own, router_mode, until, call)
+                own = self._props_of(questions, row)
+            found = self._remember(questions, row, own, router_mode)
             seen[place] = found
             models.append(model_info(row, found.props, found.probes or Probes()))
         self._seen = seen
@@ -159,17 +203,15 @@ class Discovery:
 
     def _remember(
         self,
-        target: Target,
+        questions: _Questions,
         row: Mapping[str, Any],
         props: Mapping[str, Any],
         router_mode: bool,
-        until: float,
-        call: Call | None,
     ) -> _Seen:
         """Put together what is known of a model, asking what was never asked."""
         model = str(row["id"])
         preset = row_status(row).get("preset")
-        before = self._seen.get((target.root, model))
+        before = self._seen.get((questions.target.root, model))
         if not props:
             # It does not run. What it could do when it ran still holds, if it is started alike.
             if before is not None and before.preset == preset:
@@ -188,92 +230,39 @@ class Discovery:
         if router_mode:
             awake = awake and row_status(row).get("value") == "loaded"
         if probes is None and awake:
-            probes = self._probe(target, model, router_mode, until, call)
+            probes = _probe(questions, model, router_mode)
         return _Seen(fingerprint, preset, props, probes, row_status(row).get("args"))
 
-    def _props_of(
-        self, target: Target, row: Mapping[str, Any], until: float, call: Call | None
-    ) -> Mapping[str, Any]:
+    def _props_of(self, questions: _Questions, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """``/props`` of one model of several: what its process said once, if nothing is missing."""
-        before = self._seen.get((target.root, str(row["id"])))
+        before = self._seen.get((questions.target.root, str(row["id"])))
         args = row_status(row).get("args")
         if before is None or not before.props or not args or before.process != args:
-            return self._props(target, _query(str(row["id"])), until, call)
+            return questions.props(_query(str(row["id"])))
         if before.probes is None and row_status(row).get("value") == "loaded":
             # To be probed now, if it has not fallen asleep meanwhile.
-            return self._props(target, _query(str(row["id"])), until, call)
+            return questions.props(_query(str(row["id"])))
         # Whether it sleeps, the row says.
         return {name: value for name, value in before.props.items() if name != "is_sleeping"}
 
-    # -- what no field shows ---------------------------------------------------------------
+    def _list(self, target: Target, seconds: float, call: Call | None) -> Reply:
+        return self._upstream.request(target, "GET", "/v1/models", timeout=seconds, call=call)
 
-    def _probe(
-        self, target: Target, model: str, router_mode: bool, until: float, call: Call | None
-    ) -> Probes:
-        """Ask the model itself, without running it. What fails is not asked again either: a
-        question on a timer would keep the server from sleeping."""
-        query = "?autoload=false" if router_mode else ""
-        switch = embeddings = None
-        try:
-            prompts = [
-                self._prompt(target, model, query, each, until, call) for each in (True, False)
-            ]
-            switch = None if None in prompts else prompts[0] != prompts[1]
-            reply = self._ask(
-                target, "POST", "/v1/embeddings" + query, {"model": model}, until, call
-            )
-            # An empty request is refused where embeddings are made, and not looked at elsewhere.
-            embeddings = {400: True, 501: False}.get(reply.status)
-        except ProviderError:
-            pass
-        return Probes(switch, embeddings)
 
-    def _prompt(
-        self,
-        target: Target,
-        model: str,
-        query: str,
-        thinking: bool,
-        until: float,
-        call: Call | None,
-    ) -> str | None:
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": "hi"}],
-            "chat_template_kwargs": {"enable_thinking": thinking},
-        }
-        reply = self._ask(target, "POST", "/apply-template" + query, body, until, call)
-        return text(mapping(_json(reply)).get("prompt")) if reply.ok else None
-
-    # -- asking ---------------------------------------------------------------------------
-
-    def _props(
-        self, target: Target, query: str, until: float, call: Call | None
-    ) -> Mapping[str, Any]:
-        """``/props``, or nothing: who does not have it may have a web page there."""
-        try:
-            reply = self._ask(target, "GET", "/props" + query, None, until, call)
-        except ProviderError:
-            return {}
-        return mapping(_json(reply)) if reply.ok else {}
-
-    def _get(self, target: Target, path: str, seconds: float, call: Call | None) -> Reply:
-        return self._upstream.request(target, "GET", path, timeout=seconds, call=call)
-
-    def _ask(
-        self,
-        target: Target,
-        method: str,
-        path: str,
-        payload: object,
-        until: float,
-        call: Call | None,
-    ) -> Reply:
-        """One question, within what is left of the time for all of them."""
-        left = min(REQUEST_SECONDS, until - time.monotonic())
-        if left <= 0:
-            raise ProviderError("transient", f"{target.root} answers too slowly")
-        return self._upstream.request(target, method, path, payload, timeout=left, call=call)
+def _probe(questions: _Questions, model: str, router_mode: bool) -> Probes:
+    """What no field shows: ask the model itself, without running it. What fails is not asked again
+    either: a question on a timer would keep the server from sleeping."""
+    query = "?autoload=false" if router_mode else ""
+    switch = embeddings = None
+    try:
+        prompts = [questions.prompt(model, query, each) for each in (True, False)]
+        switch = None if None in prompts else prompts[0] != prompts[1]
+        reply = questions.ask("POST", "/v1/embeddings" + query, {"model": model})
+        # An empty request is refused where embeddings are made, and not looked at elsewhere.
+        embeddings = {400: True, 501: False}.get(reply.status)
+    except ProviderError:
+        pass
+    return Probes(switch, embeddings)
 
 
 def _query(model: str) -> str:
