@@ -65,11 +65,16 @@ def loads(text: str | bytes) -> Any:
 
     :raises ValueError: for anything that is not JSON, for ``NaN`` and for nesting too deep
     """
+    return read(text, _DECODER)
+
+
+def read(text: str | bytes, decoder: json.JSONDecoder) -> Any:
+    """:func:`loads` with another ``decoder``."""
     if not isinstance(text, str):
         text = text.decode("utf-8", "replace")
     check_depth(text)
     try:
-        return _DECODER.decode(text)
+        return decoder.decode(text)
     except RecursionError as error:
         raise ValueError("JSON nested too deep") from error
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..jsontext import check_depth
+from .. import jsontext
 from .toolcalls import argument_holder
 
 _TEXT_KEYS = ("content", "reasoning_content", "reasoning")
@@ -37,12 +37,7 @@ def read(payload: bytes) -> Any:
 
     :raises ValueError: for anything else, and for nesting too deep
     """
-    text = payload.decode("utf-8", "replace")
-    check_depth(text)
-    try:
-        return _DECODER.decode(text)
-    except RecursionError as error:
-        raise ValueError("JSON nested too deep") from error
+    return jsontext.read(payload, _DECODER)
 
 
 def is_utf8(body: bytes) -> bool:

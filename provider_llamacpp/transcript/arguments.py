@@ -85,7 +85,7 @@ def arguments_text(value: object) -> str:
 
 
 def _shallow_text(text: str) -> bool:
-    """:func:`shallow` for JSON text, nearly always decided by counting."""
+    """:func:`~.jsontext.shallow` for JSON text, nearly always decided by counting."""
     if text.count("{") + text.count("[") <= DEPTH_LIMIT:
         return True
     depth = 0
