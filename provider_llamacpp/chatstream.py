@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from .errors import Interrupted, InvalidRequest, ProviderError
@@ -92,12 +91,7 @@ class ChatStream:
     def __enter__(self) -> ChatStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 

@@ -11,7 +11,6 @@ import re
 import time
 import uuid
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 from .. import jsontext
@@ -76,12 +75,7 @@ class Caller:
     def __enter__(self) -> Caller:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._engine.stop()
 
     def call(self, function_id: str, data: object, *, timeout: float = 15.0) -> Any:
