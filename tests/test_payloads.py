@@ -23,8 +23,10 @@ from provider_llamacpp.errors import InvalidRequest
 from provider_llamacpp.payloads import (
     MAX_INPUTS,
     THINKING_LEVELS,
+    ChatRequest,
     WriterRef,
     decode_abort,
+    decode_chat,
     decode_count,
     decode_embed,
     decode_stream,
@@ -82,6 +84,15 @@ def test_all_fields_of_a_stream() -> None:
     }
     request = decode_stream({**PAYLOAD, **more})
     assert {name: getattr(request, name) for name in more} == more
+
+
+def test_a_caller_without_a_channel_names_no_writer() -> None:
+    payload = {name: value for name, value in PAYLOAD.items() if name != "writer_ref"}
+    request = decode_chat(payload)
+    assert type(request) is ChatRequest
+    assert (request.model, request.messages) == ("m", [USER])
+    assert refusal(decode_chat, {**payload, "model": 5}) == "model: must be a string"
+    assert refusal(decode_chat, [payload]) == "payload: must be an object"
 
 
 def test_explicit_nulls_and_unknown_keys_are_fine() -> None:
