@@ -31,46 +31,54 @@ class StateStore:
         }
 
     def set(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Write ``value`` (or ``data``); the old one and the new one."""
         scope, key = _texts(data, "scope", "key")
         value = data.get("value", data.get("data", MISSING))
         if value is MISSING:
             raise BusError("deserialization_error", "missing field `value`")
-        return self._replace(scope, key, value)
+        with self._lock:
+            return self._replace(scope, key, value)
 
     def get(self, data: dict[str, Any]) -> Any:
+        """The value, None if there is none."""
         scope, key = _texts(data, "scope", "key")
         with self._lock:
             return copy.deepcopy(self._scopes.get(scope, {}).get(key))
 
     def delete(self, data: dict[str, Any]) -> Any:
+        """Take the value out; what it was."""
         scope, key = _texts(data, "scope", "key")
         with self._lock:
             return self._scopes.get(scope, {}).pop(key, None)
 
     def update(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Change the value by ``ops``, all or none of them; the old one and the new one."""
         scope, key = _texts(data, "scope", "key")
         ops = data.get("ops")
         if not isinstance(ops, list) or not all(isinstance(op, dict) for op in ops):
             raise BusError("deserialization_error", "ops: expected a list of objects")
-        value = self.get(data)
-        for op in ops:
-            value = _applied(value, op)
-        return self._replace(scope, key, value)
+        with self._lock:
+            value = copy.deepcopy(self._scopes.get(scope, {}).get(key))
+            for op in ops:
+                value = _applied(value, op)
+            return self._replace(scope, key, value)
 
     def list(self, data: dict[str, Any]) -> list[Any]:
+        """The values of a scope, without their keys."""
         (scope,) = _texts(data, "scope")
         with self._lock:
             return copy.deepcopy([*self._scopes.get(scope, {}).values()])
 
     def list_groups(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The scopes that hold something."""
         with self._lock:
             return {"groups": sorted(scope for scope, keys in self._scopes.items() if keys)}
 
     def _replace(self, scope: str, key: str, value: Any) -> dict[str, Any]:
-        with self._lock:
-            keys = self._scopes.setdefault(scope, {})
-            old = keys.get(key)
-            keys[key] = copy.deepcopy(value)
+        """Needs the lock."""
+        keys = self._scopes.setdefault(scope, {})
+        old = keys.get(key)
+        keys[key] = copy.deepcopy(value)
         return {"old_value": old, "new_value": value}
 
 
