@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "provider-llamacpp"
 WIDTH = 79
+"""Columns of the help."""
 USUAL_URL = "ws://127.0.0.1:49134"
 """That of the settings, written once more: to import them takes longer than all else that
 ``--help`` needs. A test compares the two."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .streaming import OpenChannel
 
 THREADS = 4
+"""That dial the callers to be told: a caller who is slow to answer holds up only one of them."""
 MOST_TOLD = 48
 """Channels at once that have had their last frame and wait for their end."""
 

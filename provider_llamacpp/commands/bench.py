@@ -32,9 +32,11 @@ examples:
 """
 ROUNDS, TOKENS, PROMPT_TOKENS = 7, 64, 256
 WARM_TOKENS = 8
+"""Of the stream before the measured ones: what is done for the first time takes longer."""
 USUAL_SLOTS = 4
 """Where the server does not say how many it has."""
 MOST_AT_ONCE = 256
+"""Streams at once that may be asked for."""
 WORDS_A_TOKEN = 0.75
 """Where the server cannot count."""
 

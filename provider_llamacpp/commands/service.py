@@ -24,6 +24,7 @@ examples:
 TEMPLATE = "provider-llamacpp.service"
 SECRETS = frozenset({"token", "api_key"})
 STOP_MARGIN = 10.0
+"""Seconds that systemd waits beyond the drain before it kills the worker."""
 PRIVATE = (Path("/tmp"), Path("/var/tmp"))
 
 

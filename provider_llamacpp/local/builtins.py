@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .hub import Hub
 
 MOST_INFOS = 32
+"""Functions that one call may ask about."""
 
 
 def functions_list(hub: Hub, peer: Peer | None, data: Frame) -> Frame:

@@ -16,7 +16,9 @@ from collections.abc import Callable
 from typing import Literal
 
 DEFAULT_BUFFER = 64
+"""Messages that a channel holds for a reader who is not there yet, or reads slowly."""
 LARGEST_BUFFER = 1024
+"""The most that may be asked for."""
 UNUSED_LIMIT = 300.0
 """Seconds after which a sweep removes a channel with an end that was never taken (7.6)."""
 

@@ -16,8 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, Final
 
 STOP_SECONDS: Final = 5.0
+"""For the process to end by itself before it is killed."""
 _LOG_LINES: Final = 400
+"""Of its output, the newest, that are kept to be shown."""
 _LOG_WIDTH: Final = 500
+"""Characters of each."""
 
 # A process of its own that ends the child once we, at the other end of the pipe, are gone.
 _GUARD: Final = """\
@@ -83,6 +86,7 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """Of the process."""
         return self._process.pid
 
     @property

@@ -33,7 +33,9 @@ Frame = dict[str, Any]
 Handler = Callable[[Frame], Any]
 
 CONNECT_TIMEOUT = 10.0
+"""Seconds for one try."""
 LONGEST_PAUSE = 2.0
+"""Seconds between two tries, at the most."""
 STOP_WAIT = 5.0
 """Seconds that ``stop`` waits for handlers which still run."""
 CLOSE_PAUSE = 0.01

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 ProfileName = Literal["0.21", "0.22", "0.23", "0.25"]
 HEADER_DEADLINE = 10.0
+"""Seconds for a request's headers, from engine 0.21.8 on (engine protocol 1.1)."""
 CLOSE_WAIT = 1.0
 """Seconds for a peer to echo a Close, and for ``stop`` before it cuts what is left."""
 

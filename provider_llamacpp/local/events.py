@@ -94,6 +94,7 @@ class Accumulator:
         """Something other than a ping was seen."""
 
     def add(self, frame: Json) -> None:
+        """Take in the next frame."""
         kind = frame["type"]
         if kind == "ping":
             return

@@ -19,7 +19,9 @@ from ..errors import BusError
 Json = dict[str, Any]
 
 DEFAULT_MAX_TOKENS = 8192
+"""Of an answer, where neither the request nor the provider says."""
 OUTPUT_TOKEN_MAX = 32_000
+"""Of an answer, where only what the model could do is known."""
 
 _PASSED_ON = (
     "messages",

@@ -59,6 +59,7 @@ class Slots:
             self.taken += 1
 
     def release(self, _: object = None) -> None:
+        """Give one back; fits ``Future.add_done_callback``."""
         with self.lock:
             self.taken -= 1
 

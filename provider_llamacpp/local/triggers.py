@@ -56,6 +56,7 @@ class TriggerTable:
                 self._bind(trigger, key)
 
     def unregister_type(self, peer: Peer, frame: Frame) -> None:
+        """A type is provided no more; another worker's is left alone."""
         key = (frame.get("namespace") or peer.namespace, frame["id"])
         if self._types.get(key) is peer:
             self._withdraw(key)

@@ -44,6 +44,7 @@ class Peer:
     gone: bool = False
 
     def send(self, frame: Frame) -> None:
+        """:meth:`post` a frame that is not text yet."""
         self.post(jsontext.dumps(frame))
 
 
@@ -86,6 +87,7 @@ class Pending:
     """Takes ``result`` or ``error`` and the trace fields; None for what nobody waits for."""
 
     def fail(self, code: str, message: str) -> None:
+        """Answer with an error, if anybody waits."""
         if self.deliver is not None:
             self.deliver({"error": {"code": code, "message": message}})
 
