@@ -150,7 +150,7 @@ def test_an_answer_that_never_ends(delta):
     assert drunk.message["error_kind"] == "permanent"
     assert "8 MiB" in drunk.message["error_message"]
     assert drunk.consumed < 16 * MIB
-    assert drunk.peak < 12 * 8 * MIB
+    assert drunk.peak < 6 * 8 * MIB
 
 
 @pytest.mark.thorough

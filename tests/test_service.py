@@ -28,7 +28,7 @@ def test_nothing_is_left_to_fill_in():
     assert lines(text, "DynamicUser") == ["yes"]
     assert lines(text, "ProtectHome") == ["yes"]
     assert lines(text, "TimeoutStopSec") == ["20"]
-    assert lines(text, "Environment") == []
+    assert lines(text, "Environment") == ["MALLOC_ARENA_MAX=1"]
 
 
 def test_settings_are_filled_in_and_secrets_are_not():
@@ -40,6 +40,7 @@ def test_settings_are_filled_in_and_secrets_are_not():
         '"PROVIDER_LLAMACPP_URL=ws://h:1/?a=100%%"',
         "PROVIDER_LLAMACPP_FAT_DELTAS=true",
         "PROVIDER_LLAMACPP_DRAIN=3",
+        "MALLOC_ARENA_MAX=1",
     ]
     assert lines(text, "ExecStart") == ['"/home/joe/my bin/python" -m provider_llamacpp']
     assert lines(text, "ProtectHome") == ["read-only"]
