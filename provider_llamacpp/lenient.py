@@ -20,6 +20,11 @@ def sequence(value: object) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
 
+def objects(value: object) -> list[Mapping[str, Any]]:
+    """The objects of a JSON list, whatever else is in it."""
+    return [each for each in sequence(value) if isinstance(each, dict)]
+
+
 def texts(value: object) -> list[str]:
     """The strings of a JSON list, whatever else is in it."""
     return [each for each in sequence(value) if isinstance(each, str)]

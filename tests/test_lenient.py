@@ -28,6 +28,8 @@ def test_other_types_count_as_missing(read: Callable[[object], Any]) -> None:
     assert others and all(read(each) == missing for each in others)
 
 
-def test_strings_among_others() -> None:
+def test_strings_and_objects_among_others() -> None:
+    assert lenient.objects([{"a": 1}, None, [{}], {}]) == [{"a": 1}, {}]
+    assert lenient.objects({"a": 1}) == []
     assert lenient.texts(["a", 1, None, "", ["b"]]) == ["a", ""]
     assert lenient.texts("ab") == lenient.texts(None) == []

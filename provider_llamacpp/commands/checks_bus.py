@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..bus.link import origin
 from ..errors import BusError
+from ..lenient import mapping, objects
 from ..router import Resolved
 from ..settings import Settings
 from .checks import Finding, Working, fault, ok, skipped, warning
@@ -71,8 +72,7 @@ def check_bus(settings: Settings, working: Working) -> Generator[Finding, None, 
 
 def _rows(caller: Caller, kind: str, query: Mapping[str, Any]) -> Rows:
     answer = caller.call(f"engine::{kind}::list", dict(query), timeout=SECONDS)
-    rows = answer.get(kind) if isinstance(answer, dict) else None
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return objects(mapping(answer).get(kind))
 
 
 def _engine(settings: Settings, features: list[str] | None, functions: Rows) -> Finding:
@@ -287,11 +287,10 @@ class _Bus:
             )
         except BusError as error:
             return warning("catalog", f"the router lists no models: {error}", "see its log")
-        rows = answer.get("models") if isinstance(answer, dict) else None
         ids = [
             str(row.get("id"))
-            for row in (rows if isinstance(rows, list) else ())
-            if isinstance(row, dict) and row.get("provider") == self._id
+            for row in objects(mapping(answer).get("models"))
+            if row.get("provider") == self._id
         ]
         if ids:
             more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""

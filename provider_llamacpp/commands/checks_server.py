@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from ..errors import ProviderError
-from ..server.address import Target
+from ..server.address import Target, names_this_machine
 from ..server.discovery import PORTS
 from ..settings import Settings
 from .checks import Finding, Working, fault, ok, skipped, warning
@@ -54,8 +53,7 @@ def check_server(
     size = None
     if view is not None:
         size = yield from check_models(server, target, view, wake=wake, working=working)
-    host = urlsplit(target.root).hostname or ""
-    return Seen(host in ("localhost", "::1") or host.startswith("127."), size)
+    return Seen(names_this_machine(target.root), size)
 
 
 def _slice(settings: Settings, name: str) -> str:

@@ -55,6 +55,13 @@ def normalise_api_url(url: str) -> str:
     return f"{parts.scheme}://{netloc}{path}"
 
 
+def names_this_machine(root: str) -> bool:
+    """Whether a :func:`root <normalise_api_url>` says by itself that the server is on this machine;
+    of other names only a connection tells."""
+    host = urlsplit(root).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def _bad_url(problem: str) -> ProviderError:
     return ProviderError("permanent", f"api_url {problem}")
 
