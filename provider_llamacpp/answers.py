@@ -22,6 +22,7 @@ from .transcript.convert import Abilities, Prepared
 if TYPE_CHECKING:
     from .server.address import Target
     from .server.catalog import Catalog
+    from .server.dialing import Line
     from .server.resumable import ResumableStream
     from .server.resume import Resumer
     from .server.upstream import UpstreamStream
@@ -81,11 +82,13 @@ def open_answer(
     catalog: Catalog | None,
     headers: Mapping[str, str] | None = None,
     classify: Callable[[int, bytes], ProviderError] = by_table,
+    line: Line | None = None,
 ) -> Answer:
     """Send the request and wait, as long as it takes, for the headers of a success.
 
     :param catalog: of the server, if known
     :param classify: see :meth:`~provider_llamacpp.server.upstream.Upstream.open_stream`
+    :param line: made ahead for this request, if one was
     :raises InvalidRequest: if the request cannot be written as JSON
     :raises ProviderError: if the server refused, or cannot be reached
     :raises Interrupted: if the call is aborted
@@ -104,6 +107,7 @@ def open_answer(
         encode=_encode,
         headers=headers or {},
         classify=classify,
+        line=line,
         build=catalog.build if catalog else None,
         model=body["model"] if catalog and catalog.router_mode else None,
     )

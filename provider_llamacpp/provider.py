@@ -75,6 +75,7 @@ class Provider:
         self._settings = settings
         self._connected = connected
         self._wake = threading.Condition()
+        self._normalised: tuple[str, str] | None = None
         self._stopping = False
         self._declare = True
         self._nudged = False
@@ -111,8 +112,15 @@ class Provider:
         """
         resolved = self.router.resolve(call)
         api_url = resolved.api_url or self._settings.api_url
-        root = normalise_api_url(api_url) if api_url else self.discovery.locate(resolved.key, call)
+        root = self._root(api_url) if api_url else self.discovery.locate(resolved.key, call)
         return Target(root, resolved.key), resolved.max_tokens or DEFAULT_MAX_TOKENS
+
+    def _root(self, api_url: str) -> str:
+        """:func:`normalise_api_url`, with the last one kept: it hardly ever changes."""
+        known = self._normalised
+        if known is None or known[0] != api_url:
+            self._normalised = known = api_url, normalise_api_url(api_url)
+        return known[1]
 
     def abilities(self, model: str) -> Abilities:
         """What is known of ``model``; all unknown before the first discovery."""

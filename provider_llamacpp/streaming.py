@@ -1,7 +1,8 @@
 """The life of one stream call, from the accepted request to the bus result.
 
-A :class:`StreamRun` runs on one pool thread. It opens the caller's channel, resolves the server,
-posts the request and moves bytes: upstream -> assembler -> channel. Whatever ends it, exactly one
+A :class:`StreamRun` runs on one pool thread. It opens the caller's channel, and meanwhile resolves
+the server and makes the request ready; posts that, and moves bytes: upstream -> assembler ->
+channel. Whatever ends it, exactly one
 place (:meth:`StreamRun._end`) decides which terminal frame goes out, if any.
 
 What travels against the data is the abort alone: :class:`~provider_llamacpp.calls.Call` wakes
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from .bus.channel import Channel
     from .carrier import Carrier
     from .provider import Provider
+    from .server.dialing import Line
     from .server.modelevents import Progress
     from .server.upstream import Target
 
@@ -40,9 +43,14 @@ log = logging.getLogger(__name__)
 
 
 class OpenChannel(Protocol):
-    """Dials the write end of a caller's channel (one try, engine protocol 7.2)."""
+    """Dials the write end of a caller's channel (one try, engine protocol 7.2).
 
-    def __call__(self, writer: WriterRef, call: Call) -> Channel: ...
+    Calls ``meanwhile``, which must not raise, while the engine looks the channel up.
+    """
+
+    def __call__(
+        self, writer: WriterRef, call: Call, meanwhile: Callable[[], None] = ...
+    ) -> Channel: ...
 
 
 class Neighbours(Protocol):
@@ -87,7 +95,7 @@ class StreamRun:
         self._fat = fat
         self._runs = runs
         self._traceparent = traceparent
-        self.assembler = self._new_assembler(None)
+        self._assembler: Assembler | None = None
         self.error: ProviderError | None = None
         self.invalid: InvalidRequest | None = None
         """Set if the payload was at fault: then the bus result says so, and no frame does."""
@@ -98,13 +106,16 @@ class StreamRun:
         self._first_at: float | None = None
         self._ended_at: float | None = None
         self._source: Answer | None = None
+        self._ready: Prepared | Exception | None = None
+        """The request, or why there is none, until it is sent or told."""
+        self._line: Line | None = None
 
     def run(self) -> None:
         """Stream until the answer, a fault or an abort ends it. Raises nothing."""
         call = self.call
         try:
             call.phase = "connecting"
-            self.channel = self._open_channel(self.request.writer, call)
+            self.channel = self._open_channel(self.request.writer, call, self._get_ready)
             self._stream()
         except Interrupted:
             pass
@@ -124,17 +135,34 @@ class StreamRun:
         finally:
             self._end()
 
-    def _stream(self) -> None:
+    def _get_ready(self) -> None:
+        """All that comes before the request is sent. The server hears of it only once there is a
+        channel for the answer, and so does the caller of what fails here."""
         call, provider, request = self.call, self.provider, self.request
         call.phase = "resolving"
-        target, default_tokens = provider.target(call)
-        self.target, self.root = target, target.root
-        prepared = chat_body(
-            request,
-            max_tokens=request.max_output_tokens or default_tokens,
-            abilities=provider.abilities(request.model),
-        )
-        self.assembler = self._new_assembler(prepared)
+        try:
+            self.target, default_tokens = provider.target(call)
+            self.root = self.target.root
+            self._ready = chat_body(
+                request,
+                max_tokens=request.max_output_tokens or default_tokens,
+                abilities=provider.abilities(request.model),
+            )
+            self._line = provider.upstream.dial_ahead(self.target, call)
+        except Exception as error:
+            self._ready = error
+        call.phase = "connecting"
+
+    def _stream(self) -> None:
+        call, provider, target = self.call, self.provider, self.target
+        prepared, self._ready = self._ready, None
+        if isinstance(prepared, Exception):
+            try:
+                raise prepared
+            finally:
+                del prepared  # it holds this frame, which must not hold it
+        assert prepared is not None and target is not None
+        self._assembler = self._new_assembler(prepared)
         call.phase = "waiting"
         with open_answer(
             provider.resumer,
@@ -144,6 +172,7 @@ class StreamRun:
             catalog=provider.catalog,
             headers={"traceparent": self._traceparent} if self._traceparent else {},
             classify=self._classify,
+            line=self._line,
         ) as stream:
             self._headers_at = time.monotonic()
             call.phase, self._source = "reading", stream
@@ -206,8 +235,12 @@ class StreamRun:
         self.ended_in = self.phase(None)
         call.phase = "ending"
         frames: list[bytes] = []
+        assembler = self._assembler = self.assembler
         if self.invalid is None:
-            frames, self.error = last_frames(self.assembler, call, self.error, self._source)
+            frames, self.error = last_frames(assembler, call, self.error, self._source)
+        self._ready = None
+        if self._line is not None:
+            self._line.close()
         if self.channel is not None:
             self.channel.finish(frames)
         if self.error is None and self.invalid is None and call.reason is None:
@@ -215,7 +248,7 @@ class StreamRun:
         if self.error is not None:
             self.provider.failed(self.error)
         elif self.invalid is None and call.reason is None:
-            self.provider.answered(self.assembler.server_model)
+            self.provider.answered(assembler.server_model)
 
     def _new_assembler(self, prepared: Prepared | None) -> Assembler:
         provider, request = self.provider, self.request
@@ -228,6 +261,11 @@ class StreamRun:
             alone=partial(self._runs.alone, self.call.number),
             secret=self.target.key if self.target is not None else None,
         )
+
+    @property
+    def assembler(self) -> Assembler:
+        """What the answer is put together by; an empty one before the request is ready."""
+        return self._assembler or self._new_assembler(None)
 
     @property
     def frames(self) -> int:

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -320,7 +321,9 @@ class ProviderWorker:
         runs = [run for each in self._served for run in each.runs.snapshot()]
         return [*runs, *self._outlets.snapshot()]
 
-    def _open_channel(self, writer: WriterRef, call: Call) -> Channel:
+    def _open_channel(
+        self, writer: WriterRef, call: Call, meanwhile: Callable[[], None] = lambda: None
+    ) -> Channel:
         settings = self.settings
 
         def gone() -> None:
@@ -337,6 +340,7 @@ class ProviderWorker:
             watch=self._watch,
             on_gone=gone,
             call=call,
+            meanwhile=meanwhile,
         )
 
 

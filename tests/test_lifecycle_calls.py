@@ -258,3 +258,13 @@ def test_a_large_request(scripted):
     (request,) = [r for r in scripted.server.requests if r.method == "POST"]
     part = request.json()["messages"][0]["content"][1]
     assert part == {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
+
+
+def test_the_server_hears_nothing_of_a_caller_who_is_gone(scripted):
+    scripted.worker()
+    assert scripted.live_router.wait_for_calls("models::reconcile")
+    gone = {"channel_id": "unknown", "access_key": "k", "direction": "write"}
+    result = scripted.call("stream", {**ask("silent"), "writer_ref": gone})
+    assert result == {"ok": True}
+    posts = [each for each in scripted.server.requests if each.method == "POST"]
+    assert posts == []

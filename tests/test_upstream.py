@@ -314,6 +314,40 @@ def test_many_threads_share_one_upstream() -> None:
             assert run.result == [f"data: {number}\n\n".encode()]
 
 
+def test_a_connection_made_ahead_is_the_one_that_is_used() -> None:
+    with ScriptedServer(answer_sse("[DONE]")) as server:
+        target, call, up = Target(server.url), new_call(), Upstream()
+        line = up.dial_ahead(target, call)
+        assert read_to_end(up.open_stream(target, PATH, b"{}", call, line=line))
+        assert server.connections == 1
+
+
+def test_what_dialling_ahead_met_is_told_when_the_request_goes_out() -> None:
+    with ScriptedServer(answer_sse("[DONE]")) as server:
+        target = Target(server.url)
+    call, up = new_call(), Upstream()
+    line = up.dial_ahead(target, call)
+    with pytest.raises(ProviderError, match="connection refused"):
+        up.open_stream(target, PATH, b"{}", call, line=line)
+
+
+def test_an_abort_cuts_a_connection_made_ahead() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target = Target(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        call, up = new_call(), Upstream()
+        line = up.dial_ahead(target, call)
+        peer, _ = listener.accept()
+        with peer:
+            peer.settimeout(PATIENCE)
+            call.abort("abort")
+            assert peer.recv(10) == b""
+            with pytest.raises(Interrupted):
+                up.open_stream(target, PATH, b"{}", call, line=line)
+            assert peer.recv(10) == b""
+        with pytest.raises(Interrupted):
+            up.dial_ahead(target, call)
+
+
 def test_an_ipv6_address_is_dialled() -> None:
     try:
         server = ScriptedServer(answer_sse("[DONE]"), host="::1")

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote
 
 from ..calls import Call
 from ..errors import ConsumerGone, ProviderError
@@ -47,12 +47,12 @@ log = logging.getLogger(__name__)
 
 def channel_url(engine_url: str, ref: WriterRef, direction: Literal["read", "write"]) -> str:
     """Where one end of a channel is: the engine's address with its query kept (7.2)."""
-    base = urlsplit(engine_url)
-    path = f"{base.path.rstrip('/')}/ws/channels/{_quoted(ref.channel_id)}"
-    query = f"key={_quoted(ref.access_key)}&dir={direction}"
-    if base.query:
-        query = f"{base.query}&{query}"
-    return urlunsplit((base.scheme, base.netloc, path, query, ""))
+    base, _, query = engine_url.partition("#")[0].partition("?")
+    query = f"{query}&" if query else ""
+    return (
+        f"{base.rstrip('/')}/ws/channels/{_quoted(ref.channel_id)}"
+        f"?{query}key={_quoted(ref.access_key)}&dir={direction}"
+    )
 
 
 def _quoted(text: str) -> str:
@@ -81,9 +81,10 @@ def connect(
         context=lambda: tls_context(ca_file, client_cert),
     )
     try:
-        socket = link.connect(connect_timeout)
+        link.connect(connect_timeout)
     except LinkError as error:
         raise _refusal(error) from error
+    socket = link.websocket()
     socket.settimeout(None)
     return socket
 
@@ -145,11 +146,14 @@ class Channel:
         watch: ChannelWatch,
         on_gone: Callable[[], None],
         call: Call | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Channel:
         """Dial once.
 
         :param call: an abort of it ends the attempt, and later a send that waits for a reader
             who does not read (not so when the worker stops: the last frame is still to go out)
+        :param meanwhile: called, if it comes so far, while the engine looks the channel up; must
+            not raise
         :raises ConsumerGone: if the engine does not know the channel or its key
         :raises ProviderError: if the engine cannot be reached or refuses otherwise
         :raises Interrupted: if ``call`` was aborted
@@ -161,7 +165,7 @@ class Channel:
         )
         try:
             with call.interruptible(link.cut) if call is not None else nullcontext():
-                link.connect(connect_timeout)
+                link.connect(connect_timeout, meanwhile)
         except LinkError as error:
             if call is not None:
                 call.check()

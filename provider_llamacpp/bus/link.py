@@ -19,15 +19,15 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import websocket
 
 from ..errors import ProviderLlamacppError
+from .upgrade import upgrade
 from .waiting import wait_ready
 
-_HEAD = 4096
 SLICE = 1.0
 """Seconds a wait to send lasts at most in one go: where a shutdown does not wake it (Windows), it
 still sees a cut."""
@@ -64,35 +64,8 @@ def tls_context(ca_file: str | None, client_cert: str | None) -> ssl.SSLContext:
     return context
 
 
-class _Handshake:
-    """The socket as websocket-client sees it while it reads the response's head.
-
-    It asks for one byte at a time until that is a line feed, some 170 times, which would be most of
-    what a channel costs. So the head is fetched in one go, and no byte behind it: what follows
-    belongs to the frames. And who asks for one byte gets a line, but for its line feed, which
-    comes by itself: websocket-client joins what it got.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._head = b""
-        self._seen = b""
-
-    def recv(self, size: int) -> bytes:
-        if not self._head:
-            peeked = self._sock.recv(_HEAD, socket.MSG_PEEK)
-            begun = len(self._seen)
-            end = (self._seen + peeked).find(b"\r\n\r\n")
-            self._head = self._sock.recv(len(peeked) if end < 0 else end + 4 - begun)
-            self._seen = (self._seen + self._head)[-3:]
-        if size == 1:
-            line_feed = self._head.find(b"\n")
-            size = line_feed if line_feed > 0 else 1 if line_feed == 0 else len(self._head)
-        taken, self._head = self._head[:size], self._head[size:]
-        return taken
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sock, name)
+def _nothing() -> None:
+    """To be done meanwhile."""
 
 
 class Link:
@@ -110,12 +83,13 @@ class Link:
         self, url: str, *, token: str | None = None, context: Callable[[], ssl.SSLContext]
     ) -> None:
         self._url = url
+        self._parts = urlsplit(url)
         self._token = token
         self._context = context
         self._sock: socket.socket | None = None
         self._send_now: Callable[[bytes | memoryview], int] = self._unconnected
         self._receive_now: Callable[[int], bytes] = self._unconnected
-        self._secure = urlsplit(url).scheme == "wss"
+        self._secure = self._parts.scheme == "wss"
         self._rest = b""
         """Accepted by :meth:`offer` and not sent yet; guarded by the owner's send lock."""
         self._cut = False
@@ -128,17 +102,18 @@ class Link:
 
     # -- connecting -----------------------------------------------------------------------
 
-    def connect(self, timeout: float) -> websocket.WebSocket:
+    def connect(self, timeout: float, meanwhile: Callable[[], None] = _nothing) -> None:
         """Resolve, connect, secure and upgrade, all within ``timeout`` seconds.
 
         The name's resolution alone cannot be interrupted by :meth:`cut`.
 
-        :returns: websocket-client's own view of the connection, for who wants to use that instead
+        :param meanwhile: called while the other end thinks about the upgrade; must not raise. Its
+            time is not counted.
         :raises LinkError: for every failure; nothing stays open then
         """
         deadline = time.monotonic() + timeout
         try:
-            return self._connect(deadline)
+            self._connect(deadline, meanwhile)
         except BaseException as error:
             self.close()
             if isinstance(error, LinkError):
@@ -148,10 +123,9 @@ class Link:
             where = origin(self._url)
             raise LinkError(f"{where}: {_reason(error)}", status=_status(error)) from error
 
-    def _connect(self, deadline: float) -> websocket.WebSocket:
-        parts = urlsplit(self._url)
-        host = parts.hostname or ""
-        sock = self._dial(host, parts.port or (443 if self._secure else 80), deadline)
+    def _connect(self, deadline: float, meanwhile: Callable[[], None]) -> None:
+        host = self._parts.hostname or ""
+        sock = self._dial(host, self._parts.port or (443 if self._secure else 80), deadline)
         if self._secure:
             sock.settimeout(_left(deadline))
             secured = self._context().wrap_socket(
@@ -162,23 +136,18 @@ class Link:
             secured.do_handshake()
             sock = secured
         sock.settimeout(_left(deadline))
-        headers = [f"Authorization: Bearer {self._token}"] if self._token else []
-        # A redirect would take the bearer elsewhere. Only browsers owe an Origin.
-        made = websocket.create_connection(
-            self._url,
-            # TLS cannot be peeked into.
-            socket=sock if self._secure else _Handshake(sock),
-            header=headers,
-            redirect_limit=0,
-            suppress_origin=True,
-            enable_multithread=False,
-        )
-        made.sock = sock
+        upgrade(sock, self._parts, self._token, meanwhile)
         sock.setblocking(False)
         if self._secure:
             self._send_now, self._receive_now = self._send_tls, self._receive_tls
         else:
             self._send_now, self._receive_now = sock.send, sock.recv
+
+    def websocket(self) -> websocket.WebSocket:
+        """websocket-client's own view of the connection, for who wants to use that instead."""
+        made = websocket.WebSocket(enable_multithread=False)
+        made.sock = self._sock
+        made.connected = True
         return made
 
     def _dial(self, host: str, port: int, deadline: float) -> socket.socket:

@@ -21,6 +21,7 @@ from .toolcalls import ToolCalls
 from .turn import MAX_CONTENT, Block, Turn
 
 _MAX_WAIT = 64  # chunks between two tries to learn, where learning does not pay
+_ALIKE = 32  # bytes: in them a finish reason differs from none
 _BORDER = b"\n\n"
 _DATA = b"data: "
 _SILENT = ("abort", "consumer gone")
@@ -111,6 +112,9 @@ class Assembler:
         # The short way. What was learned holds for one epoch of the turn; while nothing is held
         # back by the cutter, the next block can take it unseen.
         self._learning = learning and not fat
+        self._lesson: tuple[bytes, dict[str, Any], Block] | None = None
+        """The newest event that came the long way, learned from when another comes: not while
+        somebody waits for its frame, which may be the first."""
         self._template: _Template | None = None
         self._direct: _Template | None = None
         self._epoch = -1
@@ -220,6 +224,8 @@ class Assembler:
         if not whole and not self._cutter.failed:
             self._direct = None
             return []
+        if self._lesson is not None:
+            self._learn_before(whole[len(_DATA) :])
         frames = self._run(whole)
         for item in self._cutter.split(b"" if frames else whole):
             self._item(item, frames)
@@ -252,6 +258,8 @@ class Assembler:
         if isinstance(item, Stray):
             self._stray(item)
             return
+        if self._lesson is not None:
+            self._learn_before(item)
         template = self._template
         if template is not None:
             body = template.body(_DATA + item + _BORDER)
@@ -281,9 +289,17 @@ class Assembler:
         turn.chunk(chunk, frames)
         if turn.epoch != self._epoch:
             self._epoch = turn.epoch
-            self._template = None
+            self._template = self._lesson = None
         block = turn.touched
         if self._learning and block is not None and block is turn.open:
+            self._lesson = payload, chunk, block
+
+    def _learn_before(self, item: bytes) -> None:
+        """Learn from the event before ``item``, unless that begins otherwise: it has no use then."""
+        assert self._lesson is not None
+        payload, chunk, block = self._lesson
+        if item.lstrip()[:_ALIKE] == payload[:_ALIKE]:
+            self._lesson = None
             self._learn(payload, chunk, block)
 
     def _learn(self, payload: bytes, chunk: dict[str, Any], block: Block) -> None:

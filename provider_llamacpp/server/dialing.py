@@ -67,17 +67,20 @@ class Line:
         self.on_made: Callable[[], None] | None = None
         """Called when the connection stands; must not block."""
         self._call = call
+        self._open = False
+        self._ahead: socket.socket | OSError | None = None
         self._sock: socket.socket | None = None
         self._cut = False
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        """From now on an abort of the call cuts the line.
+        """From now on an abort of the call cuts the line; twice does no harm.
 
         :raises Interrupted: if the call was aborted before
         """
-        if self._call is not None:
+        if self._call is not None and not self._open:
             self._call.add_waker(self.cut)
+            self._open = True
 
     def cut(self) -> None:
         """End whatever the line waits for, now and later; from any thread, never blocks."""
@@ -129,12 +132,29 @@ class Line:
         """Seconds until the deadline, at least a moment; None without a deadline."""
         return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.001)
 
+    def dial_ahead(self, host: str, port: int) -> None:
+        """Open and :meth:`dial`, now: the next :meth:`dial` has the outcome.
+
+        :raises Interrupted: if the call is aborted
+        """
+        self.open()
+        try:
+            self._ahead = self._dial(host, port)
+        except OSError as error:
+            self._ahead = error
+
     def dial(self, host: str, port: int) -> socket.socket:
         """Connect to the first address of ``host`` that accepts.
 
         :raises OSError: as the system said it; :class:`TimeoutError` after the connect timeout
         :raises Interrupted: if the call is aborted
         """
+        ahead, self._ahead = self._ahead, None
+        if isinstance(ahead, OSError):
+            raise ahead
+        return ahead or self._dial(host, port)
+
+    def _dial(self, host: str, port: int) -> socket.socket:
         limit = time.monotonic() + self.connect_timeout
         if self.deadline is not None:
             limit = min(limit, self.deadline)

@@ -20,6 +20,7 @@ from ..calls import Call
 from ..errors import ProviderError
 from ..settings import ResumeMode
 from .address import Target
+from .dialing import Line
 from .discards import TIMES_UNSURE, Discards
 from .resumable import ASK_SECONDS, LOOKUP, ResumableStream
 from .upstream import Upstream, UpstreamStream
@@ -74,6 +75,7 @@ class Resumer:
         encode: Callable[[Mapping[str, Any]], bytes],
         headers: Mapping[str, str],
         classify: Callable[[int, bytes], ProviderError],
+        line: Line | None = None,
         build: str | None = None,
         model: str | None = None,
     ) -> UpstreamStream | ResumableStream:
@@ -86,12 +88,12 @@ class Resumer:
         upstream = self._upstream
         if not self._wanted(target, build, call):
             return upstream.open_stream(
-                target, path, encode(body), call, headers=headers, classify=classify
+                target, path, encode(body), call, headers=headers, classify=classify, line=line
             )
         body = {"sse_ping_interval": PING_SECONDS, **body}
         idle = _patience(body["sse_ping_interval"])
         conversation = new_conversation(model)
-        line = upstream.line(call)
+        line = line or upstream.line(call)
         try:
             stream = upstream.open_stream(
                 target,

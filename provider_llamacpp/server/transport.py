@@ -1,47 +1,42 @@
 """``requests`` over a :class:`~provider_llamacpp.server.dialing.Line`: a session without any pool.
 
-Each request has a connection of its own, so that a late abort cannot hit somebody else's. What of
-``requests`` and ``urllib3`` would make one by other means is replaced here, and nothing else.
+Each request has a connection of its own, so that a late abort cannot hit somebody else's. urllib3
+would make one by other means, and takes longer for a request than the server does until its first
+token: its place below the adapter is taken here, with ``http.client`` for the unusual answer.
 """
 
 from __future__ import annotations
 
-import functools
 import http.client
-import io
 import socket
 import ssl
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
-from urllib3.response import BaseHTTPResponse
 
+from ..heads import Head, host_header, read_head, request_head
 from .dialing import Line
 
+PORTS = {"http": 80, "https": 443}
+"""Where a server is whose address names no port."""
 _HEAD = 2048
 """Bytes of one read of an answer's head: that and the first event."""
+_LONGEST_HEAD = 65536
+_SMALL_BODY = 65536
+"""Bytes of a request that leave in one go with its head: so the server wakes once."""
 
 
-class Source(io.RawIOBase):
-    """What ``http.client`` reads an answer's head from: the socket, with the deadline of its line.
+class Source:
+    """The socket of an answer, with the deadline of its line."""
 
-    Who reads the body goes on with :meth:`receive`. Until this is closed the socket lives, whoever
-    else closes that: so the objects of an answer need not stay for as long as its body comes.
-    """
-
-    def __init__(self, file: io.RawIOBase, sock: socket.socket, line: Line) -> None:
+    def __init__(self, sock: socket.socket, line: Line) -> None:
         self._rest = b""
         """What was received and is not taken yet."""
-        self._file = file
-        """Kept open: the socket counts its files, and lives until the last is closed."""
         self._sock = sock
         self._line = line
         self.patience: float | None = None
@@ -79,6 +74,32 @@ class Source(io.RawIOBase):
         """Wait again as before :meth:`share`."""
         self._sock.settimeout(self.patience)
 
+    def head(self) -> bytes:
+        """The head of the answer, with its blank line; less if the peer ends before, or if it is
+        too long."""
+        kept = b""
+        while not (end := kept.find(b"\r\n\r\n") + 4) > 3 and len(kept) < _LONGEST_HEAD:
+            block = self.receive(_HEAD)
+            if not block:
+                break
+            kept += block
+        self._rest = kept
+        return self._cut(end if end > 3 else len(kept))
+
+    def give_back(self, data: bytes) -> None:
+        """``data`` is to be taken again."""
+        self._rest = data + self._rest
+
+    def _cut(self, size: int) -> bytes:
+        cut, self._rest = self._rest[:size], self._rest[size:]
+        return cut
+
+    # -- for ``http.client`` --------------------------------------------------------------
+
+    def makefile(self, mode: str) -> Source:
+        """Itself."""
+        return self
+
     def readline(self, size: int | None = -1) -> bytes:
         """Up to the next line end, or ``size`` bytes if there is none among them."""
         limit = sys.maxsize if size is None or size < 0 else size
@@ -91,107 +112,89 @@ class Source(io.RawIOBase):
         self._rest = kept + self._rest
         return self._cut(end or min(len(kept), limit))
 
-    def _cut(self, size: int) -> bytes:
-        cut, self._rest = self._rest[:size], self._rest[size:]
-        return cut
+    def flush(self) -> None:
+        """Nothing."""
 
     def close(self) -> None:
-        self._file.close()
-        super().close()
+        """Nothing: the socket is its line's."""
 
 
-def _response(
-    line: Line, sock: socket.socket, *args: Any, **kwargs: Any
-) -> http.client.HTTPResponse:
-    response = http.client.HTTPResponse(sock, *args, **kwargs)
-    response.fp = Source(response.fp.detach(), sock, line)  # type: ignore[assignment]
-    return response
+class Raw:
+    """What ``requests`` makes its response of, and where the body is read."""
+
+    def __init__(self, head: Head, source: Source) -> None:
+        self.status = head.status
+        self.reason = head.reason
+        self.headers = head.headers
+        self.chunked = head.chunked
+        self.length = head.length
+        self.source = source
 
 
-class _Connection(HTTPConnection):
-    def __init__(self, *args: Any, line: Line, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._line = line
-        self.response_class = functools.partial(_response, line)  # type: ignore[assignment]
+def _answer(source: Source, method: str) -> Raw:
+    """Wait for the head of the answer.
 
-    def _new_conn(self) -> socket.socket:
-        return _dial(self._line, self)
-
-    def connect(self) -> None:
-        super().connect()
-        _connected(self._line, self)
-
-
-class _TlsConnection(HTTPSConnection):
-    def __init__(self, *args: Any, line: Line, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._line = line
-        self._twins = ExitStack()
-        self.response_class = functools.partial(_response, line)  # type: ignore[assignment]
-
-    def _new_conn(self) -> socket.socket:
-        sock = _dial(self._line, self)
-        # The handshake takes the descriptor away from ``sock``, and its own socket object is
-        # known only afterwards: until then a twin stands for both.
-        self._line.hold(self._twins.enter_context(sock.dup()))
-        return sock
-
-    def connect(self) -> None:
-        with self._twins:
-            super().connect()
-            self._line.hold(self.sock)
-        _connected(self._line, self)
-
-
-def _dial(line: Line, connection: HTTPConnection) -> socket.socket:
-    """Dial with the errors that urllib3 expects."""
-    host, port = connection.host, connection.port
-    try:
-        return line.dial(host, port)
-    except TimeoutError as error:
-        raise ConnectTimeoutError(connection, f"no connection in time: {error}") from error
-    except OSError as error:
-        raise NewConnectionError(connection, f"no connection: {error}") from error
-
-
-def _connected(line: Line, connection: HTTPConnection) -> None:
-    """urllib3 would send the body under the connect timeout: too short for large images."""
-    line.made(connection.sock)
-    connection.timeout = line.left()
-    connection.sock.settimeout(connection.timeout)
+    :raises OSError: if the connection breaks
+    :raises http.client.HTTPException: if what comes is no HTTP
+    """
+    data = source.head()
+    head = read_head(data) if method != "HEAD" else None
+    if head is None:
+        source.give_back(data)
+        reply = http.client.HTTPResponse(source, method=method)  # type: ignore[arg-type]
+        reply.begin()
+        headers = {name: reply.getheader(name, "") for name in reply.headers}
+        head = Head(reply.status, reply.reason, headers, bool(reply.chunked), reply.length)
+    return Raw(head, source)
 
 
 class _Once:
     """What :class:`requests.adapters.HTTPAdapter` takes for a pool: one connection, used once.
 
-    A pool of urllib3 made for a single request takes as long as the request itself.
+    :param tls: None for plain HTTP
     """
 
-    def __init__(self, connection: _Connection | _TlsConnection) -> None:
-        self._connection = connection
+    def __init__(self, line: Line, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        self._line = line
+        self._host = host
+        self._port = port
+        self._tls = tls
 
     def urlopen(
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], **_: Any
-    ) -> BaseHTTPResponse:
+    ) -> Raw:
         """As of :class:`urllib3.HTTPConnectionPool`; neither retries nor redirects."""
-        connection = self._connection
+        line = self._line
+        usual = PORTS["https" if self._tls else "http"]
+        host = host_header(self._host, self._port, usual=usual)
+        head = request_head(method, url, host, headers)
+        sock = self._connect()
+        line.made(sock)
+        # Not the time to connect: that is too short for large images.
+        sock.settimeout(line.left())
+        body = body or b""
         try:
-            connection.connect()
-            try:
-                connection.request(
-                    method,
-                    url,
-                    body=body,
-                    headers=headers,
-                    preload_content=False,
-                    decode_content=False,
+            if len(body) > _SMALL_BODY:
+                sock.sendall(head)
+                sock.sendall(body)
+            else:
+                sock.sendall(head + body)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # It may have answered before it had all of the body, and closed.
+        return _answer(Source(sock, line), method)
+
+    def _connect(self) -> socket.socket:
+        try:
+            sock = self._line.dial(self._host, self._port)
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(
+                    sock, server_hostname=self._host, do_handshake_on_connect=False
                 )
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # It may have answered before it had all of the body, and closed.
-            return connection.getresponse()
-        except BaseException:
-            connection.close()
-            raise
+                self._line.hold(sock)
+                sock.do_handshake()
+        except TimeoutError as error:
+            raise requests.ConnectTimeout(f"no connection in time: {error}") from error
+        return sock
 
 
 class LineRequest(requests.PreparedRequest):
@@ -229,15 +232,10 @@ class Adapter(HTTPAdapter):
     ) -> Any:
         """One connection, which ends with its answer."""
         assert isinstance(request, LineRequest)
+        assert isinstance(request.url, str)
         parts = urlsplit(request.url)
-        host = parts.hostname
-        assert isinstance(host, str)
-        if parts.scheme == "https":
-            context = self._tls()
-            return _Once(
-                _TlsConnection(host, parts.port or 443, line=request.line, ssl_context=context)
-            )
-        return _Once(_Connection(host, parts.port or 80, line=request.line))
+        tls = self._tls() if parts.scheme == "https" else None
+        return _Once(request.line, parts.hostname or "", parts.port or PORTS[parts.scheme], tls)
 
     def cert_verify(self, conn: Any, url: Any, verify: Any, cert: Any) -> None:
         """Nothing: the context has all of it."""

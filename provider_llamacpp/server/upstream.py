@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 from urllib3.exceptions import HTTPError
@@ -30,7 +31,7 @@ from ..events.classify import classify, network_error
 from .address import Target, normalise_api_url
 from .body import Counted, Dechunker, Framing, FramingError, UntilClose
 from .dialing import Line
-from .transport import LineRequest, Session, Source
+from .transport import PORTS, LineRequest, Raw, Session, Source
 
 __all__ = ["Reply", "Target", "Upstream", "UpstreamStream", "normalise_api_url"]
 
@@ -270,19 +271,12 @@ class _Foreign:
 
 def _body(response: requests.Response) -> tuple[Source | _Foreign, Framing]:
     """What to read from, and the framing to undo. Of ``response`` nothing else is needed then."""
-    reply = getattr(response.raw, "_original_response", None)
-    source = reply.fp if isinstance(reply, http.client.HTTPResponse) else None
-    if not isinstance(source, Source):
+    raw = response.raw
+    if not isinstance(raw, Raw):
         return _Foreign(response), UntilClose()
-    framing: Framing = UntilClose()
-    if reply.chunked:
-        framing = Dechunker()
-    elif reply.length is not None:
-        framing = Counted(reply.length)
-    # The objects of an answer take more memory than all else that a stream holds.
-    reply.fp = None
-    response.close()
-    return source, framing
+    if raw.chunked:
+        return raw.source, Dechunker()
+    return raw.source, UntilClose() if raw.length is None else Counted(raw.length)
 
 
 class Upstream:
@@ -317,6 +311,20 @@ class Upstream:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         return Line(call, connect_timeout=self._connect_timeout, deadline=deadline)
+
+    def dial_ahead(self, target: Target, call: Call) -> Line:
+        """The connection of a request to come, made already; what that met is told when the request
+        goes out. To be closed by the caller if none does.
+
+        :raises Interrupted: if the call is aborted
+        """
+        parts, line = urlsplit(target.root), self.line(call)
+        try:
+            line.dial_ahead(parts.hostname or "", parts.port or PORTS[parts.scheme])
+        except BaseException:
+            line.close()
+            raise
+        return line
 
     def open_stream(
         self,
@@ -434,6 +442,7 @@ def _context(ca_file: str | None, client_cert: str | None) -> ssl.SSLContext:
         context = ssl.create_default_context(
             cafile=ca_file, cadata=None if ca_file else certifi.contents()
         )
+        context.set_alpn_protocols(["http/1.1"])
     except OSError as error:
         raise SettingsError(f"ca_file: no CA certificates can be read there ({error})") from error
     if client_cert:
