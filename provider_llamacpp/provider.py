@@ -75,14 +75,19 @@ class Provider:
         self._settings = settings
         self._connected = connected
         self._wake = threading.Condition()
+        """Guards what the keeper is to do (stopping, declare, nudged, refresh at); the keeper alone
+        may write it without."""
         self._normalised: tuple[str, str] | None = None
         self._stopping = False
         self._declare = True
         self._nudged = False
         self._refresh_at = 0.0
         self._force = True
+        """The keeper's: the next refresh tells the router all, for it was declared anew."""
         self._unknown_until = 0.0
         self._refreshing = threading.Lock()
+        """Held by the one refresh that runs: it alone writes catalog, health, declared and
+        reconciled, each replaced whole."""
         self._catalog: Catalog | None = None
         self._health = Health()
         self._errors = errors or RecentErrors()

@@ -14,12 +14,11 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from ..calls import Call
 from ..errors import ProviderError
 from ..settings import ResumeMode
-from .address import Target
+from .address import Target, names_this_machine
 from .dialing import Line
 from .discards import TIMES_UNSURE, Discards
 from .resumable import ASK_SECONDS, LOOKUP, ResumableStream
@@ -117,7 +116,7 @@ class Resumer:
         )
 
     def _wanted(self, target: Target, build: str | None, call: Call) -> bool:
-        if self._mode == "off" or (self._mode == "auto" and _names_this_machine(target.root)):
+        if self._mode == "off" or (self._mode == "auto" and names_this_machine(target.root)):
             return False
         known = self._known.get(target.root)
         if known is None or known.build != build:
@@ -164,9 +163,3 @@ def _patience(ping: object) -> float | None:
     if isinstance(ping, bool) or not isinstance(ping, int | float) or ping <= 0:
         return None
     return max(SILENCE_SECONDS, 3.0 * ping)
-
-
-def _names_this_machine(root: str) -> bool:
-    """Whether the address says so by itself; of other names the connection tells."""
-    host = urlsplit(root).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
