@@ -295,7 +295,7 @@ class Assembler:
             self._lesson = payload, chunk, block
 
     def _learn_before(self, item: bytes) -> None:
-        """Learn from the event before ``item``, unless that begins otherwise: it has no use then."""
+        """Learn from the event before ``item``, unless that begins otherwise: no use then."""
         assert self._lesson is not None
         payload, chunk, block = self._lesson
         if item.lstrip()[:_ALIKE] == payload[:_ALIKE]:
