@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .server.dialing import Line
     from .server.resumable import ResumableStream
     from .server.resume import Resumer
-    from .server.upstream import UpstreamStream
+    from .server.stream import UpstreamStream
 
     Answer = UpstreamStream | ResumableStream
     """The body of an answer; a context manager."""

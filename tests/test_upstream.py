@@ -37,8 +37,10 @@ from urllib3.connection import HTTPConnection
 from provider_llamacpp.calls import Call
 from provider_llamacpp.errors import Interrupted, ProviderError, SettingsError
 from provider_llamacpp.local.llama import LlamaServer
-from provider_llamacpp.server import dialing, upstream
-from provider_llamacpp.server.upstream import Target, Upstream, UpstreamStream
+from provider_llamacpp.server import dialing
+from provider_llamacpp.server import stream as streams
+from provider_llamacpp.server.stream import UpstreamStream
+from provider_llamacpp.server.upstream import Target, Upstream
 
 PATH = "/v1/chat/completions"
 TLS = pathlib.Path(__file__).parent / "data" / "tls"
@@ -181,12 +183,12 @@ def test_a_read_has_room_for_what_comes_and_not_for_more() -> None:
         size = 0
         while size < len(burst):
             size += len(stream.read())
-        assert rooms[:2] == [upstream.SMALL] * 2
-        assert upstream.BLOCK in rooms
+        assert rooms[:2] == [streams.SMALL] * 2
+        assert streams.BLOCK in rooms
         taken[1].set()
         assert stream.read() == token
         assert stream.read() == b""
-        assert rooms[-1] == upstream.SMALL
+        assert rooms[-1] == streams.SMALL
 
 
 def test_of_an_answer_under_way_only_the_connection_is_kept() -> None:
@@ -592,11 +594,11 @@ def test_an_endless_error_body_is_cut_off() -> None:
     answer = {"script": [{"headers": {"status": 500}}, endless]}
     with ScriptedServer(answer) as server, pytest.raises(ProviderError):
         Upstream().open_stream(Target(server.url), PATH, b"{}", new_call(), classify=mine)
-    assert seen == [upstream.ERROR_LIMIT]
+    assert seen == [streams.ERROR_LIMIT]
 
 
 def test_an_error_body_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "ERROR_SECONDS", 0.2)
+    monkeypatch.setattr(streams, "ERROR_SECONDS", 0.2)
     answer = {
         "script": [{"headers": {"status": 503}}, {"send": "Loading"}, {"hang_ms": 60000}],
     }

@@ -1,6 +1,6 @@
 """One stream over as many connections as it takes (llama-server API 11).
 
-Reads like an :class:`~provider_llamacpp.server.upstream.UpstreamStream`. Knows bytes and HTTP, no
+Reads like an :class:`~provider_llamacpp.server.stream.UpstreamStream`. Knows bytes and HTTP, no
 SSE but its end marker.
 
 What is a break, and what the end:
@@ -32,7 +32,8 @@ from ..calls import Call
 from ..errors import ProviderError
 from .address import Target
 from .discards import Discards, passing, stream_path
-from .upstream import Upstream, UpstreamStream
+from .stream import UpstreamStream
+from .upstream import Upstream
 
 LOOKUP = "/v1/streams/lookup"
 
@@ -53,7 +54,7 @@ log = logging.getLogger(__name__)
 class ResumableStream:
     """The body of one answer, over as many connections as it takes. Belongs to one thread.
 
-    See :class:`~provider_llamacpp.server.upstream.UpstreamStream`, whose members these are.
+    See :class:`~provider_llamacpp.server.stream.UpstreamStream`, whose members these are.
 
     :param stream: the answer to the request that named ``conversation``
     """
@@ -128,7 +129,7 @@ class ResumableStream:
 
     @property
     def patience(self) -> float | None:
-        """See :class:`~provider_llamacpp.server.upstream.UpstreamStream`."""
+        """See :class:`~provider_llamacpp.server.stream.UpstreamStream`."""
         return self._stream.patience
 
     @property
@@ -137,11 +138,11 @@ class ResumableStream:
         return self._stream.over
 
     def share(self) -> int | None:
-        """See :class:`~provider_llamacpp.server.upstream.UpstreamStream`."""
+        """See :class:`~provider_llamacpp.server.stream.UpstreamStream`."""
         return None if self._ended else self._stream.share()
 
     def arrived(self) -> bytes | None:
-        """See :class:`~provider_llamacpp.server.upstream.UpstreamStream`."""
+        """See :class:`~provider_llamacpp.server.stream.UpstreamStream`."""
         block = self._stream.arrived()
         if block:
             self.consumed += len(block)
@@ -149,11 +150,11 @@ class ResumableStream:
         return block
 
     def expire(self) -> None:
-        """See :class:`~provider_llamacpp.server.upstream.UpstreamStream`."""
+        """See :class:`~provider_llamacpp.server.stream.UpstreamStream`."""
         self._stream.expire()
 
     def unshare(self) -> None:
-        """See :class:`~provider_llamacpp.server.upstream.UpstreamStream`."""
+        """See :class:`~provider_llamacpp.server.stream.UpstreamStream`."""
         self._stream.unshare()
 
     def close(self) -> None:

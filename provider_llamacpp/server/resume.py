@@ -22,7 +22,8 @@ from .address import Target, names_this_machine
 from .dialing import Line
 from .discards import TIMES_UNSURE, Discards
 from .resumable import ASK_SECONDS, LOOKUP, ResumableStream
-from .upstream import Upstream, UpstreamStream
+from .stream import UpstreamStream
+from .upstream import Upstream
 
 HEADER = "X-Conversation-Id"
 PING_SECONDS = 10

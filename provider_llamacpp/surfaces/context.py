@@ -15,7 +15,8 @@ from ..events.classify import classify
 from ..events.sse import EventCutter, Stray
 from ..payloads import WriterRef, decode_writer
 from ..server.asking import ask, failed, failure, refused, unsound
-from ..server.upstream import Reply, UpstreamStream
+from ..server.stream import UpstreamStream
+from ..server.upstream import Reply
 from .outlet import Outlets, Result, Say
 
 if TYPE_CHECKING:
