@@ -25,7 +25,6 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from ..calls import Call
@@ -170,12 +169,7 @@ class ResumableStream:
     def __enter__(self) -> ResumableStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     # -- taking it up ---------------------------------------------------------------------

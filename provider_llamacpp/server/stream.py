@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Mapping
-from types import TracebackType
 
 import requests
 from urllib3.exceptions import HTTPError
@@ -198,12 +197,7 @@ class UpstreamStream:
     def __enter__(self) -> UpstreamStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _broke_off(self) -> ProviderError:
