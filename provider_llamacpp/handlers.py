@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from . import payloads
+from . import memory, payloads
 from .bus.engine import Function, Invocation
 from .calls import Call, CallRegistry
 from .errors import BusError, Interrupted, InvalidRequest, ProviderError, redacted
@@ -101,7 +101,7 @@ class Handlers:
         except ProviderError as error:
             self._means.refusals.submit(self._refuse, invocation, error)
             return
-        self._means.pool.submit(self._run_stream, invocation, call)
+        self._means.pool.submit(self._stream, invocation, call)
 
     def abort(self, invocation: Invocation) -> None:
         """Abort every attempt that runs under the request id (provider protocol 7)."""
@@ -154,8 +154,14 @@ class Handlers:
 
     # -- on a pool thread -----------------------------------------------------------------
 
-    def _run_stream(self, invocation: Invocation, call: Call) -> None:
+    def _stream(self, invocation: Invocation, call: Call) -> None:
+        if self._run_stream(invocation, call) >= memory.LARGE:
+            memory.give_back()
+
+    def _run_stream(self, invocation: Invocation, call: Call) -> int:
+        """Returns how many bytes were read for it; nothing of it is held any more then."""
         means = self._means
+        read = 0
         failure: BusError | None = None
         summary: CallSummary | None = None
         try:
@@ -174,7 +180,7 @@ class Handlers:
                 run.run()
             finally:
                 means.runs.remove(run)
-            failure = run.invalid
+            failure, read = run.invalid, run.consumed
             _log_stream(run, invocation.traceparent)
             if means.tell is not None:
                 summary = run.call_summary()
@@ -192,6 +198,7 @@ class Handlers:
                 invocation.reply({"ok": True})
             if means.tell is not None:
                 means.tell(summary or self._summary(invocation, call, "stream", failure))
+        return read
 
     def _refuse(self, invocation: Invocation, error: ProviderError) -> None:
         try:

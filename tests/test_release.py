@@ -8,12 +8,15 @@ An answer may have megabytes, and the collector looks at the number of objects, 
 from __future__ import annotations
 
 import gc
+import platform
+import threading
 
 import pytest
 from iii import InvocationError
 from peers import ScriptedServer, answer_json, answer_sse, wait_for
 from world import FINISH, WORD, new_world, world  # noqa: F401
 
+from provider_llamacpp import memory
 from provider_llamacpp.events.assembler import Assembler
 from provider_llamacpp.streaming import StreamRun
 
@@ -27,6 +30,8 @@ def answer(request):
         return answer_json({"error": {"code": 500, "message": "no", "type": "server_error"}}, 500)
     if b"broken" in request.body:
         return {"script": [EVENT_STREAM, {"send": WORD}, {"close": True}]}
+    if b"large" in request.body:
+        return answer_sse(body=WORD * (memory.LARGE // len(WORD) + 1) + FINISH)
     if b"waits" in request.body:
         return {"script": [EVENT_STREAM, {"send": WORD}, {"hang_ms": 60_000}]}
     return answer_sse(body=WORD + FINISH)
@@ -67,3 +72,27 @@ def test_streams_are_freed_however_they_end(new_world):
         finally:
             gc.enable()
         worker.stop(0.0)
+
+
+@pytest.mark.parametrize("new_world", ["0.25"], indirect=True)
+def test_memory_of_a_large_answer_is_given_back(new_world, monkeypatch):
+    given_back = threading.Semaphore(0)
+    monkeypatch.setattr(memory, "give_back", given_back.release)
+    world = new_world()
+    listing = answer_json({"object": "list", "data": [{"id": "demo", "object": "model"}]})
+    routes = {"/v1/models": listing, "/v1/chat/completions": answer}
+    with ScriptedServer(routes=routes) as server:
+        world.store.config["api_url"] = server.url
+        router = world.router()
+        worker = world.worker()
+        assert router.wait_for_calls("models::reconcile")
+        for how in ("whole", "refused", "large", "whole"):
+            assert world.stream(how).finish() == {"ok": True}
+        worker.stop(0.0)  # which waits for its threads
+    assert given_back.acquire(timeout=10)
+    assert not given_back.acquire(blocking=False)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can")
+def test_glibc_gives_memory_back():
+    assert memory.give_back()

@@ -1,8 +1,10 @@
-"""``requests`` over a :class:`~provider_llamacpp.server.dialing.Line`: a session without any pool.
+"""``requests`` over a :class:`~provider_llamacpp.server.dialing.Line`: without session and pool.
 
-Each request has a connection of its own, so that a late abort cannot hit somebody else's. urllib3
-would make one by other means, and takes longer for a request than the server does until its first
-token: its place below the adapter is taken here, with ``http.client`` for the unusual answer.
+Each request has a connection of its own, so that a late abort cannot hit somebody else's. Nothing
+is kept from one to the next, and nothing taken from the environment: so there is an adapter and no
+session, which would know cookies, proxies, netrc and redirects. urllib3 would make connections by
+other means, and takes longer for a request than the server does until its first token: its place
+below the adapter is taken here, with ``http.client`` for the unusual answer.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Mapping
-from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -237,22 +238,8 @@ class Adapter(HTTPAdapter):
         tls = self._tls() if parts.scheme == "https" else None
         return _Once(request.line, parts.hostname or "", parts.port or PORTS[parts.scheme], tls)
 
+    def init_poolmanager(self, *_: Any, **__: Any) -> None:
+        """None: there is no pool."""
+
     def cert_verify(self, conn: Any, url: Any, verify: Any, cert: Any) -> None:
         """Nothing: the context has all of it."""
-
-
-class Session(requests.Session):
-    """A session that takes nothing from the environment and keeps nothing between requests."""
-
-    def __init__(self, tls: Callable[[], ssl.SSLContext]) -> None:
-        super().__init__()
-        self.trust_env = False
-        self.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
-        adapter = Adapter(tls)
-        self.adapters.clear()
-        self.mount("http://", adapter)
-        self.mount("https://", adapter)
-
-    def get_redirect_target(self, resp: requests.Response) -> None:
-        """None: even with redirects off, requests would read the whole body of one."""
-        return None

@@ -26,7 +26,7 @@ from ..events.classify import classify, network_error
 from .address import Target, normalise_api_url
 from .dialing import Line
 from .stream import FAULTS, UpstreamStream
-from .transport import PORTS, LineRequest, Session
+from .transport import PORTS, Adapter, LineRequest
 
 __all__ = ["Reply", "Target", "Upstream", "normalise_api_url"]
 
@@ -71,7 +71,7 @@ class Upstream:
         self._files = ca_file, client_cert
         self._context: ssl.SSLContext | None = None
         self._lock = threading.Lock()
-        self._session = Session(self._tls)
+        self._adapter = Adapter(self._tls)
         if ca_file or client_cert:
             self._tls()
 
@@ -177,12 +177,10 @@ class Upstream:
     ) -> UpstreamStream:
         fields = _headers(target, body, headers)
         request = LineRequest(line, method, target.root + path, fields, body)
-        timeout = self._connect_timeout, None
         try:
             line.open()
-            response = self._session.send(
-                request, stream=True, timeout=timeout, allow_redirects=False, proxies={}
-            )
+            # The line has the timeouts.
+            response = self._adapter.send(request, stream=True)
             stream = UpstreamStream(response, line, call, target.root, target.key)
         except FAULTS as error:
             line.close()
