@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import pathlib
+import select
 import socket
 import ssl
 import threading
@@ -348,6 +349,39 @@ def test_an_abort_cuts_a_connection_made_ahead() -> None:
             assert peer.recv(10) == b""
         with pytest.raises(Interrupted):
             up.dial_ahead(target, call)
+
+
+def test_a_peer_that_waits_for_room_is_told_of_an_abort_at_once() -> None:
+    """Whoever reads what has arrived just when the line is cut opens no window any more, and leaves
+    nothing unread: a mere close would let the peer wait for a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        call = new_call()
+        target = Target(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        opening = Background(lambda: Upstream().open_stream(target, PATH, b"{}", call))
+        peer, _ = listener.accept()
+        with peer:
+            peer.settimeout(PATIENCE)
+            peer.recv(65536)
+            peer.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            stream = opening.end().result
+            assert isinstance(stream, UpstreamStream)
+            peer.setblocking(False)
+            full = 0.0
+            while full < 1.0:
+                try:
+                    peer.send(b"x" * 65536)
+                    full = 0.0
+                except BlockingIOError:
+                    full += 0.0 if select.select([], [peer], [], 1.0)[1] else 1.0
+            peer.settimeout(PATIENCE)
+            waiting = Background(lambda: peer.sendall(b"x" * 100_000_000))
+            call.abort("abort")
+            sock = stream._source._sock  # type: ignore[union-attr]
+            while sock.recv(1 << 20):
+                pass
+            stream.close()
+            error = waiting.end().error
+            assert isinstance(error, ConnectionError), error
 
 
 def test_an_ipv6_address_is_dialled() -> None:

@@ -14,6 +14,7 @@ import functools
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +45,7 @@ def _socket_options() -> list[tuple[int, int, int]]:
 
 
 _OPTIONS = _socket_options()
+_RESET = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
 
 
 class Line:
@@ -224,6 +226,9 @@ class Line:
 
 def _shut(sock: socket.socket) -> None:
     try:
+        # The close to come is to be a reset. A peer that waits for room would not hear of a mere
+        # close for a minute, if all was read just now: what is shut opens its window no more.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         # The plain method: the one of a TLS socket drops the TLS state under its reader's feet.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
