@@ -31,3 +31,4 @@ html_static_path = ["static"]
 html_css_files = ["pages.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
