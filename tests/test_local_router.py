@@ -17,6 +17,7 @@ from iii.helpers import create_channel
 from iii_helpers.observability import ReconnectionConfig
 from websockets.exceptions import ConnectionClosedError
 
+from provider_llamacpp.cutting import cut_off
 from provider_llamacpp.errors import BusError
 from provider_llamacpp.local.client import BusClient
 from provider_llamacpp.local.engine import LoopbackEngine
@@ -24,7 +25,6 @@ from provider_llamacpp.local.events import Accumulator, read_frame
 from provider_llamacpp.local.registry import Registry, digest
 from provider_llamacpp.local.relay import Chat, RelaySettings, Slots
 from provider_llamacpp.local.router import LoopbackRouter
-from provider_llamacpp.local.sockets import cut_off
 
 QUICK = RelaySettings(retry_delay=0.01)
 EVENTUALLY = 10.0

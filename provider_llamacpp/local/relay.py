@@ -15,10 +15,10 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 
 from .. import jsontext
+from ..cutting import cut_off
 from ..errors import BusError
 from .client import BusClient
 from .events import CODES, RETRYABLE, TERMINALS, Accumulator, read_frame
-from .sockets import cut_off
 
 Json = dict[str, Any]
 Sink = Callable[[str], None]

@@ -20,11 +20,11 @@ from typing import Any
 
 from websockets.sync.client import ClientConnection
 
+from ..cutting import cut_off
 from ..errors import BusError
 from .client import CLOSE_PAUSE, BusClient, TriggerType
 from .registry import Json, Registry, invalid
 from .relay import Chat, RelaySettings, Slots
-from .sockets import cut_off
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,6 @@ Knows bytes and threads, no message of the bus.
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +18,7 @@ from websockets.http11 import Request
 from websockets.protocol import State
 from websockets.sync.server import ServerConnection
 
+from ..cutting import cut_off
 from .channels import Channel, Direction
 
 MAX_FRAME = 16 * 1024**2
@@ -31,24 +29,10 @@ OUTBOX = 64
 """Messages that wait for a worker before the engine's own tasks block on it."""
 CHANNELS = "/ws/channels/"
 
-_RESET = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
 _DATA = (Opcode.TEXT, Opcode.BINARY, Opcode.CONT)
 
 Relay = Callable[[bytes, bool], bool]
 """Takes one message and whether it is text; False cuts the connection. May block."""
-
-
-def cut_off(sock: socket.socket) -> None:
-    """End a TCP connection from any thread; its owner still has to close the socket.
-
-    The close is then a reset: a peer that is stuck on full buffers would not notice anything else
-    before its next window probe, which can be many seconds away.
-    """
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # gone already
 
 
 def _reads(path: str) -> bool:

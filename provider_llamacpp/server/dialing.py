@@ -14,7 +14,6 @@ import functools
 import os
 import queue
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from typing import Any
 from urllib3.util import wait_for_write
 
 from ..calls import Call
+from ..cutting import cut_off
 
 _SLICE = 0.25
 """Seconds between looks at the abort while a connect is under way. Linux needs none: there the
@@ -45,7 +45,6 @@ def _socket_options() -> list[tuple[int, int, int]]:
 
 
 _OPTIONS = _socket_options()
-_RESET = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
 
 
 class Line:
@@ -89,14 +88,14 @@ class Line:
         with self._lock:
             self._cut = True
             if self._sock is not None:
-                _shut(self._sock)
+                cut_off(self._sock)
 
     def hold(self, sock: socket.socket) -> None:
         """``sock`` is what :meth:`cut` shuts from now on."""
         with self._lock:
             self._sock = sock
             if self._cut:
-                _shut(sock)
+                cut_off(sock)
 
     def made(self, sock: socket.socket) -> None:
         """The connection stands, over ``sock``."""
@@ -222,14 +221,3 @@ class Line:
             sock.close()
             raise
         return sock
-
-
-def _shut(sock: socket.socket) -> None:
-    try:
-        # The close to come is to be a reset. A peer that waits for room would not hear of a mere
-        # close for a minute, if all was read just now: what is shut opens its window no more.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        # The plain method: the one of a TLS socket drops the TLS state under its reader's feet.
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-    except OSError:
-        pass  # Not connected yet, or closed already.
