@@ -16,6 +16,9 @@ _SIMPLE = re.compile(
     rb"((?:[A-Za-z0-9_-]+:[\x20-\x7e]*\r\n)*)"
     rb"\r\n"
 ).fullmatch
+_START = b"HTTP/1.1 "
+_bare_line_feed = re.compile(rb"(?<!\r)\n").search
+_LONGEST = 65536
 _NO_BODY = (204, 304)
 _URL = re.compile(r"[!-~]+").fullmatch
 
@@ -53,6 +56,18 @@ def host_header(host: str, port: int | None, *, usual: int) -> str:
     host = host.partition("%")[0]  # a zone is this machine's own business
     host = f"[{host}]" if ":" in host else host
     return host if port in (None, usual) else f"{host}:{port}"
+
+
+def head_size(data: bytes) -> int | None:
+    """How much of ``data``, the beginning of an answer, is its head; None if more has to come.
+
+    What cannot become a head of the simple form is no reason to wait: all of it is counted then.
+    """
+    end = data.find(b"\r\n\r\n")
+    if end >= 0:
+        return end + 4
+    simple = data[: len(_START)] == _START[: len(data)] and not _bare_line_feed(data)
+    return None if simple and len(data) < _LONGEST else len(data)
 
 
 def read_head(data: bytes) -> Head | None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from provider_llamacpp.heads import Head, host_header, read_head, request_head
+from provider_llamacpp.heads import Head, head_size, host_header, read_head, request_head
 
 ANSWER = (
     b"HTTP/1.1 200 OK\r\nServer: llama.cpp\r\nAccess-Control-Allow-Origin: \r\n"
@@ -79,6 +79,24 @@ def test_what_llama_server_answers() -> None:
 )
 def test_other_forms_are_left_to_the_library(data: bytes) -> None:
     assert read_head(data) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        (b"", None),
+        (b"HTT", None),
+        (ANSWER[:-1], None),
+        (ANSWER, len(ANSWER)),
+        (ANSWER + b"x", len(ANSWER)),
+        (b"SSH-2.0-x\r\n", 11),
+        (b"HTTP/1.1 200 OK\n", 16),
+        (b"HTTP/1.0", 8),
+        (b"HTTP/1.1 200 " + b"x" * 70_000, 70_013),
+    ],
+)
+def test_how_much_is_waited_for(data: bytes, size: int | None) -> None:
+    assert head_size(data) == size
 
 
 _names = st.sampled_from(

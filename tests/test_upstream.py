@@ -351,6 +351,32 @@ def test_an_abort_cuts_a_connection_made_ahead() -> None:
             up.dial_ahead(target, call)
 
 
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "broke the connection off"),
+        (b"HTTP/1.1 200 OK\nContent-Type: text/event-stream\n\n", None),
+    ],
+)
+def test_what_answers_in_another_form_is_not_waited_for(words: bytes, refusal: str | None) -> None:
+    """It says no more and keeps the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target = Target(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        opening = Background(lambda: Upstream().open_stream(target, PATH, b"{}", new_call()))
+        peer, _ = listener.accept()
+        with peer:
+            peer.recv(65536)
+            peer.sendall(words)
+            opening.end()
+            if refusal is not None:
+                assert refusal in str(opening.error)
+                return
+            peer.sendall(b"data: 1\n\n")
+            assert isinstance(opening.result, UpstreamStream)
+            assert opening.result.read() == b"data: 1\n\n"
+            opening.result.close()
+
+
 def test_a_peer_that_waits_for_room_is_told_of_an_abort_at_once() -> None:
     """Whoever reads what has arrived just when the line is cut opens no window any more, and leaves
     nothing unread: a mere close would let the peer wait for a minute."""

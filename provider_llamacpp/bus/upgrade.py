@@ -18,9 +18,8 @@ from urllib.parse import SplitResult
 
 import websocket
 
-from ..heads import Head, host_header, read_head, request_head
+from ..heads import Head, head_size, host_header, read_head, request_head
 
-_LONGEST_HEAD = 65536
 _BLOCK = 4096
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, 1.3
 
@@ -74,17 +73,12 @@ def accepted(head: Head | None, key: str) -> bool:
 
 
 def _head(sock: socket.socket) -> bytes:
-    """What comes up to the end of the head, which is left out of the socket's buffer, and no byte
-    more; less if the other end closes before, or if it is too long."""
+    """The head and no byte more; what there is, if the other end closes before or answers in
+    another form."""
     head = b""
-    while len(head) < _LONGEST_HEAD:
-        peeked = sock.recv(_BLOCK, socket.MSG_PEEK)
-        if not peeked:
-            break
-        end = (head[-3:] + peeked).find(b"\r\n\r\n")
-        head += sock.recv(len(peeked) if end < 0 else end + 4 - len(head[-3:]))
-        if end >= 0:
-            break
+    while head_size(head) is None and (peeked := sock.recv(_BLOCK, socket.MSG_PEEK)):
+        size = head_size(head + peeked)
+        head += sock.recv(len(peeked) if size is None else size - len(head))
     return head
 
 

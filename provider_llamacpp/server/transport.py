@@ -20,14 +20,13 @@ from urllib.parse import urlsplit
 import requests
 from requests.adapters import HTTPAdapter
 
-from ..heads import Head, host_header, read_head, request_head
+from ..heads import Head, head_size, host_header, read_head, request_head
 from .dialing import Line
 
 PORTS = {"http": 80, "https": 443}
 """Where a server is whose address names no port."""
 _HEAD = 2048
 """Bytes of one read of an answer's head: that and the first event."""
-_LONGEST_HEAD = 65536
 _SMALL_BODY = 65536
 """Bytes of a request that leave in one go with its head: so the server wakes once."""
 
@@ -76,16 +75,13 @@ class Source:
         self._sock.settimeout(self.patience)
 
     def head(self) -> bytes:
-        """The head of the answer, with its blank line; less if the peer ends before, or if it is
-        too long."""
+        """The head of the answer, with its blank line; what there is, if the peer ends before or
+        answers in another form."""
         kept = b""
-        while not (end := kept.find(b"\r\n\r\n") + 4) > 3 and len(kept) < _LONGEST_HEAD:
-            block = self.receive(_HEAD)
-            if not block:
-                break
+        while (size := head_size(kept)) is None and (block := self.receive(_HEAD)):
             kept += block
         self._rest = kept
-        return self._cut(end if end > 3 else len(kept))
+        return self._cut(len(kept) if size is None else size)
 
     def give_back(self, data: bytes) -> None:
         """``data`` is to be taken again."""
