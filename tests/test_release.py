@@ -7,6 +7,7 @@ An answer may have megabytes, and the collector looks at the number of objects, 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import platform
 import threading
@@ -37,6 +38,19 @@ def answer(request):
     return answer_sse(body=WORD + FINISH)
 
 
+@contextlib.contextmanager
+def serving(world):
+    """A worker that has told its model, on a server that answers as above."""
+    listing = answer_json({"object": "list", "data": [{"id": "demo", "object": "model"}]})
+    routes = {"/v1/models": listing, "/v1/chat/completions": answer}
+    with ScriptedServer(routes=routes) as server:
+        world.store.config["api_url"] = server.url
+        router = world.router()
+        worker = world.worker()
+        assert router.wait_for_calls("models::reconcile")
+        yield worker
+
+
 def held():
     """The streams in memory, running or not."""
     return [each for each in gc.get_objects() if type(each) in (StreamRun, Assembler)]
@@ -45,13 +59,7 @@ def held():
 @pytest.mark.parametrize("new_world", ["0.25"], indirect=True)
 def test_streams_are_freed_however_they_end(new_world):
     world = new_world()
-    listing = answer_json({"object": "list", "data": [{"id": "demo", "object": "model"}]})
-    routes = {"/v1/models": listing, "/v1/chat/completions": answer}
-    with ScriptedServer(routes=routes) as server:
-        world.store.config["api_url"] = server.url
-        router = world.router()
-        worker = world.worker()
-        assert router.wait_for_calls("models::reconcile")
+    with serving(world) as worker:
         world.declared()
         gc.collect()
         gc.disable()
@@ -79,13 +87,7 @@ def test_memory_of_a_large_answer_is_given_back(new_world, monkeypatch):
     given_back = threading.Semaphore(0)
     monkeypatch.setattr(memory, "give_back", given_back.release)
     world = new_world()
-    listing = answer_json({"object": "list", "data": [{"id": "demo", "object": "model"}]})
-    routes = {"/v1/models": listing, "/v1/chat/completions": answer}
-    with ScriptedServer(routes=routes) as server:
-        world.store.config["api_url"] = server.url
-        router = world.router()
-        worker = world.worker()
-        assert router.wait_for_calls("models::reconcile")
+    with serving(world) as worker:
         for how in ("whole", "refused", "large", "whole"):
             assert world.stream(how).finish() == {"ok": True}
         worker.stop(0.0)  # which waits for its threads
