@@ -200,11 +200,12 @@ def test_sdk_comes_back_after_a_cut(start, sdk, profile):
     worker, caller = sdk(engine, "worker"), sdk(engine, "caller")
     worker.register_function("test::echo", lambda data: "here")
     assert engine.wait_for_function("test::echo")
-    first = worker.worker_id
+    # The client's own "worker_id" may still be that of no connection.
+    (first,) = (peer for peer in engine.connections if peer.name == "worker")
     assert engine.drop_worker("worker") == 1
     # The functions of the old connection go with it: only those of the new one may count.
     assert engine.wait_until(
-        lambda: [p.worker_id != first for p in engine.connections if p.name == "worker"] == [True]
+        lambda: [p is not first for p in engine.connections if p.name == "worker"] == [True]
     )
     assert engine.wait_for_function("test::echo")
     assert call(caller, "test::echo", {}) == "here"
@@ -1020,6 +1021,7 @@ def test_durable_triggers(start, raw):
     engine = start()
     provider, user = raw(engine, "provider"), raw(engine, "user")
     provider.send(type="registertriggertype", id="x", description="d")
+    assert provider.until_pong() == []
     made = user.call("engine::register_trigger", {"trigger_type": "x", "function_id": "f"})
     trigger_id = made["result"]["id"]
     user.cut()
@@ -1061,6 +1063,7 @@ def test_the_engines_own_triggers(start, raw, profile):
         )
     )
     watcher.send(**trigger("b", trigger_type="engine::workers-available", function_id="on_workers"))
+    watcher.until_pong()
     other = raw(engine, "other")
     other.send(type="registerfunction", id="new")
     other.until_pong()
