@@ -272,8 +272,8 @@ def test_headers_that_drip_are_waited_for_until_somebody_gives_up():
             server.wait_requests(2)
             assert call.abort("abort")
             # What came is taken for all headers there are; whoever reads on is told.
-            with pytest.raises(Interrupted):
-                stream.result(10).read()
+            with pytest.raises(Interrupted), stream.result(10) as answer:
+                answer.read()
         wait_for(lambda: not server.open(), "the end of the connections")
 
 

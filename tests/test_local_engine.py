@@ -22,6 +22,7 @@ from iii.triggers import TriggerHandler
 from iii_helpers.observability import ReconnectionConfig
 
 from provider_llamacpp.errors import BusError
+from provider_llamacpp.local import engine as engine_module
 from provider_llamacpp.local.channels import ChannelTable
 from provider_llamacpp.local.engine import LoopbackEngine
 from provider_llamacpp.local.profiles import PROFILES
@@ -1694,11 +1695,27 @@ def test_secrets_are_not_shown(start, raw):
     assert client.greeting["reattach_token"] not in repr(engine.connections)
 
 
-def test_no_thread_is_left(raw):
+def test_no_thread_is_left(raw, monkeypatch):
+    asked = threading.Event()
+
+    class Late(Outbox):
+        """Ends late, unless somebody waits for it."""
+
+        def _run(self):
+            super()._run()
+            asked.wait(10)
+
+        def join(self, timeout=None):
+            if timeout is None:
+                asked.set()
+            super().join(timeout)
+
+    monkeypatch.setattr(engine_module, "Outbox", Late)
     before = set(threading.enumerate())
     with LoopbackEngine() as engine:
         raw(engine, "worker")
     left = set(threading.enumerate()) - before
+    assert [thread.name for thread in left if thread.name.startswith("loopback-")] == []
     for thread in left:
         thread.join(10)
     assert not [thread for thread in left if thread.is_alive()]

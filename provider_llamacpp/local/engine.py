@@ -352,6 +352,7 @@ class LoopbackEngine:
             peer.close(1008)
             _discard(connection)
             outbox.end()
+            outbox.join()
             return
         grace = threading.Timer(self._grace, self._hub.drain, (peer,))
         grace.name, grace.daemon = "loopback-grace", True
@@ -369,6 +370,9 @@ class LoopbackEngine:
             outbox.end()
             with self._lock:
                 del self._controls[peer]
+            # Who stops the engine waits for this thread: it must be the last of the connection's.
+            outbox.join()
+            grace.join()
 
     def _read(self, connection: EngineConnection, peer: Peer, outbox: Outbox) -> None:
         while True:

@@ -200,7 +200,7 @@ class Outbox:
             self._waiting.clear()
             self._changed.notify_all()
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)
 
     def _next(self) -> str | int | None:
