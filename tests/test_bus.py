@@ -1235,6 +1235,7 @@ def test_a_taken_name_on_the_loopback_engine(client: Client) -> None:
     with LoopbackEngine(profile="0.23") as loopback:
         first = client.make(loopback.url, name="same")
         first.start()
+        assert loopback.wait_until(lambda: [p.name for p in loopback.connections] == ["same"])
         assert first.wait_connected(TIMEOUT)
         second = client.make(loopback.url, name="same")
         second.start()

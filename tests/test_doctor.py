@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from contextlib import contextmanager
 
 import pytest
 from looking import MACHINE, SECRET, bus_before, direct, look, nowhere
@@ -152,35 +153,30 @@ def test_id_served_by_another_worker(bus):
 
 
 def test_an_id_of_which_another_worker_serves_a_part(bus):
-    with foreign(bus.engine.url, "intruder", "provider::llamacpp::extra"):
+    with foreign(bus.engine, "intruder", "provider::llamacpp::extra"):
         found = look(bus.settings)
     assert found["worker"].level == "fault"
     assert "name conflict" in found["worker"].text and "intruder" in found["worker"].text
 
 
 def test_a_worker_that_lacks_functions(llama_like):
-    with LoopbackEngine() as engine, foreign(engine.url, WORKER, "provider::llamacpp::stream"):
+    with LoopbackEngine() as engine, foreign(engine, WORKER, "provider::llamacpp::stream"):
         found = look(Settings(url=engine.url, api_url=llama_like.url))
     assert found["worker"].level == "fault"
     assert "count_tokens" in found["worker"].text and "restart" in found["worker"].remedy
 
 
-def foreign(url, name, function_id):
+@contextmanager
+def foreign(engine, name, function_id):
     """Another worker, without a pid: the engine lists its functions and not itself."""
-    client = BusClient(url, name)
+    client = BusClient(engine.url, name)
     client.serve(function_id, lambda data: {}, "another one")
-    return Started(client)
-
-
-class Started:
-    def __init__(self, client):
-        self._client = client
-
-    def __enter__(self):
-        self._client.start()
-
-    def __exit__(self, *_):
-        self._client.stop()
+    client.start()
+    try:
+        assert engine.wait_for_function(function_id)
+        yield
+    finally:
+        client.stop()
 
 
 def test_state_missing(llama_like):

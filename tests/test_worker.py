@@ -19,6 +19,10 @@ def engine():
         yield engine
 
 
+def named(engine):
+    return [peer.name for peer in engine.connections]
+
+
 def test_two_workers_live_in_one_process(engine, llama):
     with (
         LoopbackRouter(engine.url) as router,
@@ -75,7 +79,9 @@ def test_wait_gives_up_in_time(engine):
 
 def test_a_taken_name_is_fatal(engine):
     with ProviderWorker(Settings(url=engine.url)) as first:
-        assert first.wait_connected(PATIENCE)
+        assert engine.wait_until(
+            lambda: [p.name for p in engine.connections] == [first.settings.name]
+        )
         second = ProviderWorker(Settings(url=engine.url))
         second.start()
         with pytest.raises(FatalError, match="provider-llamacpp"):
