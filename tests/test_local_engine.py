@@ -22,7 +22,7 @@ from iii.triggers import TriggerHandler
 from iii_helpers.observability import ReconnectionConfig
 
 from provider_llamacpp.errors import BusError
-from provider_llamacpp.local import engine as engine_module
+from provider_llamacpp.local import serving
 from provider_llamacpp.local.channels import ChannelTable
 from provider_llamacpp.local.engine import LoopbackEngine
 from provider_llamacpp.local.profiles import PROFILES
@@ -373,10 +373,9 @@ def test_sdk_namespaces(start, sdk, profile):
 
 
 def test_sdk_local_dispatch_is_confirmed(start, sdk):
-    engine = start(profile="0.25")
-    worker = sdk(engine, "worker")
     frames = []
-    engine.on_frame = lambda peer, frame: frames.append(frame)
+    engine = start(profile="0.25", on_frame=lambda peer, frame: frames.append(frame))
+    worker = sdk(engine, "worker")
     worker.register_function("test::echo", lambda data: "here")
     assert engine.wait_for_function("test::echo")
     call(worker, "engine::functions::list", {})
@@ -1309,17 +1308,17 @@ def lost_handshakes(monkeypatch, request):
     does that."""
     noticed = request.param == "noticed"
     lost = []
-    admit = LoopbackEngine._admit
+    admit = serving.Serving.admit
 
-    def cut(engine, connection, request):
-        answer = admit(engine, connection, request)
+    def cut(serving, connection, request):
+        answer = admit(serving, connection, request)
         if any(f"dir={direction}" in request.path for direction in lost):
             connection.cut()
             if noticed:
                 connection.recv_events_thread.join()
         return answer
 
-    monkeypatch.setattr(LoopbackEngine, "_admit", cut)
+    monkeypatch.setattr(serving.Serving, "admit", cut)
     return lost
 
 
@@ -1710,7 +1709,7 @@ def test_no_thread_is_left(raw, monkeypatch):
                 asked.set()
             super().join(timeout)
 
-    monkeypatch.setattr(engine_module, "Outbox", Late)
+    monkeypatch.setattr(serving, "Outbox", Late)
     before = set(threading.enumerate())
     with LoopbackEngine() as engine:
         raw(engine, "worker")
@@ -1738,7 +1737,7 @@ class Slow:
 
 def test_a_connection_that_comes_too_late(start, raw):
     engine = start()
-    engine._stopping.set()
+    engine._serving.close()
     late = raw(engine, greeted=False)
     assert late.closed() is None
     assert engine.connections == []

@@ -714,7 +714,7 @@ def test_a_provider_that_dies(start, provide, sdk, engine):
         if frame["type"] == "start":
             # As the end of its process would: the bus socket and that of the channel.
             engine.drop_worker("provider-fake")
-            writers = [end for end in engine._active if end.relay is not None]
+            writers = [end for end in engine._serving.connections() if end.relay is not None]
             (streaming,) = [end for end in writers if end.channel.id == provider_end(engine)]
             streaming.cut()
 

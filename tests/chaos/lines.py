@@ -11,6 +11,7 @@ from typing import Any
 from proxy import Link, Proxy
 
 from provider_llamacpp.local.engine import LoopbackEngine
+from provider_llamacpp.local.serving import Serving
 
 
 class TimedLink(Link):
@@ -74,22 +75,12 @@ class NarrowProxy(Proxy):
         thread.start()
 
 
-class ProxiedEngine(LoopbackEngine):
-    """Takes the proxy's address for its own.
-
-    :param on_end: called with a worker and the port of its connection when that has ended, before
-        its calls fail
-    """
-
-    def __init__(
-        self, on_frame: Callable[[Any, dict[str, Any]], None], on_end: Callable[[Any, int], None]
-    ) -> None:
-        super().__init__(on_frame=on_frame)
-        self._on_end = on_end
+class _ProxiedServing(Serving):
+    on_end: Callable[[Any, int], None]
 
     def _refusal(self, connection: Any, request: Any) -> Any:
         del request.headers["Host"]
-        request.headers["Host"] = self._authority
+        request.headers["Host"] = min(self.hosts)
         return super()._refusal(connection, request)
 
     def _read(self, connection: Any, peer: Any, outbox: Any) -> None:
@@ -97,4 +88,21 @@ class ProxiedEngine(LoopbackEngine):
         try:
             super()._read(connection, peer, outbox)
         finally:
-            self._on_end(peer, port)
+            self.on_end(peer, port)
+
+
+class ProxiedEngine(LoopbackEngine):
+    """Takes the proxy's address for its own.
+
+    :param on_end: called with a worker and the port of its connection when that has ended, before
+        its calls fail
+    """
+
+    _SERVING = _ProxiedServing
+
+    def __init__(
+        self, on_frame: Callable[[Any, dict[str, Any]], None], on_end: Callable[[Any, int], None]
+    ) -> None:
+        super().__init__(on_frame=on_frame)
+        assert isinstance(self._serving, _ProxiedServing)
+        self._serving.on_end = on_end
