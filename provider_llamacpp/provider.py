@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .calls import Call
 from .errors import BusError, ProviderError
 from .recent import RecentErrors
-from .router import DEFAULT_MAX_TOKENS, RouterClient
+from .router import DEFAULT_MAX_TOKENS, REJECTED, RouterClient
 from .server.catalog import row_status
 from .server.embeddings import Embedder
 from .server.follower import Follower
@@ -72,6 +72,7 @@ class Provider:
         )
         self.models = ModelManager(upstream, self.follower)
         self.router = router
+        router.on_refused = self._declare_again
         self._settings = settings
         self._connected = connected
         self._wake = threading.Condition()
@@ -239,10 +240,19 @@ class Provider:
 
     def router_ready(self) -> None:
         """The router (re)started, or the bus did: declare again, then refresh. Returns at once."""
-        self.router.forget()
+        self.router.expect_registration()
         with self._wake:
             self._declare = self._nudged = True
             self._wake.notify()
+
+    def _declare_again(self) -> None:
+        """The router does not know us. The keeper finds out by itself, and then goes on with its
+        pauses; what a call found out wakes it, once."""
+        with self._wake:
+            if not self._declare and threading.current_thread() is not self._thread:
+                self._nudged = True
+                self._wake.notify()
+            self._declare = True
 
     def refresh_soon(self, after: float = 0.0) -> None:
         """Refresh the catalog on the keeper's thread, in ``after`` seconds. Returns at once."""
@@ -297,7 +307,7 @@ class Provider:
         try:
             self.router.register(self._declared)
         except BusError as error:
-            if error.code == "router/registration_rejected":
+            if error.code == REJECTED:
                 log.error(
                     "the router refuses to register %r (%s). Its record of this id holds another "
                     "token: clear it there (router state, key 'registry') and restart the router. "
@@ -312,9 +322,6 @@ class Provider:
         return True
 
     def _refresh_failed(self, error: ProviderError | BusError) -> bool:
-        code = error.code if isinstance(error, BusError) else ""
-        if code in ("router/unknown_provider", "router/registration_rejected"):
-            self._declare = True
         self._refresh_at = 0.0
         self._report("catalog", error)
         return False

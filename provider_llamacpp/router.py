@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +28,12 @@ STORE_TRIES = 5
 """Of writing the token to the state, with growing pauses."""
 STATE_GRACE = 5
 """Tries before a missing state worker is taken for absent rather than late at boot."""
+
+RESOLVE = "router::provider::resolve"
+REJECTED = "router/registration_rejected"
+"""The router's record of us holds another token (provider protocol 2.2)."""
+UNKNOWN = "router/unknown_provider"
+"""The router has no record of us (provider protocol 2.2)."""
 
 OVERFLOW_HINT = (
     "The prompt does not fit the context of one slot: start llama-server with a larger --ctx-size, "
@@ -124,7 +130,13 @@ class RouterClient:
         self._namespace = namespace
         self._stop = stop
         self._scope = {"scope": f"provider-{provider_id}", "key": "registration_token"}
-        self._lock = threading.Lock()
+        self.on_refused: Callable[[], None] | None = None
+        """Called when the router does not know us (any more): we are to declare ourselves again
+        (provider protocol 2.2). On the thread that met it; must not block."""
+        self._lock = threading.Condition()
+        self._owed = True
+        """A registration is to come, or under way: what the router refuses until then may be served
+        after it."""
         self._token: str | None = None
         self._token_known = False
         self._state_misses = 0
@@ -137,6 +149,12 @@ class RouterClient:
         with self._lock:
             resolved = self._resolved
             return self._token, self._own_key, resolved.key if resolved else None
+
+    def expect_registration(self) -> None:
+        """:meth:`forget`, as :meth:`register` is about to be called."""
+        with self._lock:
+            self.forget()
+            self._owed = True
 
     def forget(self, *, token: bool = True) -> None:
         """Drop the cached resolve answer and, unless told otherwise, the token."""
@@ -162,14 +180,20 @@ class RouterClient:
         }
         if default_models:
             payload["default_models"] = list(default_models)
-        held = self._held_token()
-        answer = self._call("router::provider::register", payload, token=held)
-        token = answer.get("registration_token") if isinstance(answer, dict) else None
-        if isinstance(token, str) and token:
+        try:
+            held = self._held_token()
+            answer = self._call("router::provider::register", payload, token=held)
+            token = answer.get("registration_token") if isinstance(answer, dict) else None
+            if not isinstance(token, str) or not token:
+                return
             with self._lock:
                 self._token, self._token_known, self._resolved = token, True, None
-            if token != held:
-                self._store(token)
+        finally:
+            with self._lock:
+                self._owed = False
+                self._lock.notify_all()
+        if token != held:
+            self._store(token)
 
     def resolve(self, call: Call | None = None) -> Resolved:
         """Where llama-server is and with which key, at most 30 s old.
@@ -181,30 +205,59 @@ class RouterClient:
             if self._resolved is not None and time.monotonic() < self._resolved_until:
                 return self._resolved
         try:
-            answer = self._call(
-                "router::provider::resolve", {"id": self._id}, token=self._held_token(), call=call
-            )
-            resolved = read_resolved(answer, self._own_key)
+            resolved = read_resolved(self._ask(call), self._own_key)
         except BusError as error:
-            refused = error.code == "router/registration_rejected"
+            self._failed(error)
             raise ProviderError(
-                "permanent" if refused else "transient",
+                "permanent" if error.code == REJECTED else "transient",
                 f"the router does not say where llama-server is: {error}",
             ) from error
         with self._lock:
             self._resolved, self._resolved_until = resolved, time.monotonic() + RESOLVE_TTL
         return resolved
 
+    def _ask(self, call: Call | None) -> Any:
+        token = self._held_token()
+        try:
+            return self._call(RESOLVE, {"id": self._id}, token=token, call=call)
+        except BusError as error:
+            # The router may have bound us to a token that has not reached us yet.
+            renewed = self._renewed(token, call) if error.code == REJECTED else None
+            if renewed is None:
+                raise
+        return self._call(RESOLVE, {"id": self._id}, token=renewed, call=call)
+
+    def _renewed(self, refused: str | None, call: Call | None) -> str | None:
+        """Another token than the ``refused`` one, if a registration has brought one or does so now.
+
+        Without a call nobody waits for that: it may be the very thread that is to register.
+        """
+        with self._lock:
+            if call is not None and self._owed:
+                with call.interruptible(self._wake):
+                    self._lock.wait_for(lambda: not self._owed or call.reason is not None, TIMEOUT)
+                call.check()
+            return self._token if self._token != refused else None
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._lock.notify_all()
+
     def reconcile(self, models: Sequence[dict[str, Any]]) -> None:
         """Replace our slice of the router's catalog.
 
         :raises BusError: as the router answered
         """
-        self._call(
-            "router::models::reconcile",
-            {"provider": self._id, "models": list(models)},
-            token=self._held_token(),
-        )
+        payload = {"provider": self._id, "models": list(models)}
+        try:
+            self._call("router::models::reconcile", payload, token=self._held_token())
+        except BusError as error:
+            self._failed(error)
+            raise
+
+    def _failed(self, error: BusError) -> None:
+        if error.code in (REJECTED, UNKNOWN) and self.on_refused is not None:
+            self.on_refused()
 
     def _call(
         self,

@@ -169,6 +169,23 @@ def test_a_lost_token_is_refused_loudly_until_the_router_forgets(running, caplog
     assert settled(running.stream())["stop_reason"] == "end"
 
 
+@pytest.mark.parametrize("what", ["stream", "refresh"])
+def test_a_router_that_loses_its_record_meanwhile_is_told_again(running, what):
+    router, token = running.live_router, running.token()
+    declared = len(router.calls["provider::register"])
+    router.known.clear()
+    if what == "stream":
+        (served,) = running.live_worker._served
+        served.provider.router.forget(token=False)  # as after half a minute
+        assert settled(running.stream())["error_kind"] == "transient"
+    else:
+        with pytest.raises(InvocationError, match="no provider"):
+            running.call("refresh_models")
+    assert router.wait_for_calls("provider::register", declared + 1)
+    assert router.calls["provider::register"][declared]["token"] == token
+    assert settled(running.stream())["stop_reason"] == "end"
+
+
 def test_a_worker_that_restarts_finds_its_token(running):
     router, token = running.live_router, running.token()
     declared = len(router.calls["provider::register"])

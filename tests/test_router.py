@@ -1,9 +1,18 @@
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from provider_llamacpp.calls import Call
 from provider_llamacpp.errors import BusError, Interrupted, ProviderError
-from provider_llamacpp.router import STATE_GRACE, Resolved, RouterClient, read_resolved
+from provider_llamacpp.router import (
+    REJECTED,
+    STATE_GRACE,
+    UNKNOWN,
+    Resolved,
+    RouterClient,
+    read_resolved,
+)
 
 
 class Bus:
@@ -157,6 +166,109 @@ def test_a_failed_resolve_is_an_error_of_the_call(code, kind):
         client(bus).resolve()
     assert caught.value.kind == kind
     assert code in caught.value.message
+
+
+class Registering(Bus):
+    """A router that has bound us to a token which has not reached us yet."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+        self.asked = threading.Event()
+        self.refused = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, function_id, data, **more):
+        known = super().__call__(function_id, data, **more)
+        if function_id == REGISTER:
+            self.asked.set()
+            assert self.go_on.wait(10)
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return {"ok": True, "registration_token": self.answer}
+        if function_id == RESOLVE:
+            if data.get("token") != "minted-7d0c":
+                self.refused.set()
+                raise BusError(REJECTED, "token mismatch")
+            return {"api_url": "http://h:1"}
+        return known
+
+
+@pytest.fixture
+def during_registration():
+    """Resolves for a call while a registration is under way: that bus, the call, the outcome."""
+    with ThreadPoolExecutor() as pool:
+
+        def begin(answer):
+            bus = Registering(answer)
+            router = client(bus)
+            router.on_refused = lambda: None
+            registration = pool.submit(router.register, [])
+            assert bus.asked.wait(10)
+            call = Call(1, "stream", key="k", model=None)
+            resolving = pool.submit(router.resolve, call)
+            assert bus.refused.wait(10)
+            return bus, call, resolving, registration
+
+        yield begin
+
+
+def test_what_is_refused_during_a_registration_is_asked_again_after_it(during_registration):
+    bus, _, resolving, registration = during_registration("minted-7d0c")
+    bus.go_on.set()
+    registration.result(10)
+    assert resolving.result(10).api_url == "http://h:1"
+    assert [each.get("token") for each in bus.sent(RESOLVE)] == [None, "minted-7d0c"]
+
+
+@pytest.mark.parametrize("answer", [BusError(REJECTED, "bound to another"), None, "minted-other"])
+def test_a_registration_that_does_not_help_is_not_waited_for_twice(during_registration, answer):
+    bus, _, resolving, registration = during_registration(answer)
+    bus.go_on.set()
+    registration.exception(10)
+    with pytest.raises(ProviderError) as caught:
+        resolving.result(10)
+    assert caught.value.kind == "permanent"
+    assert len(bus.sent(RESOLVE)) == (2 if answer == "minted-other" else 1)
+
+
+def test_an_abort_does_not_wait_for_a_registration(during_registration):
+    bus, call, resolving, _ = during_registration("minted-7d0c")
+    assert call.abort("abort")
+    with pytest.raises(Interrupted):
+        resolving.result(10)
+    bus.go_on.set()
+
+
+def test_a_registration_that_is_expected_is_waited_for():
+    bus = Registering("minted-7d0c")
+    bus.go_on.set()
+    router = client(bus)
+    router.register([])
+    bus.answers["state::get"] = "stale"
+    router.expect_registration()
+    with ThreadPoolExecutor() as pool:
+        resolving = pool.submit(router.resolve, Call(1, "stream", key="k", model=None))
+        assert bus.refused.wait(10)
+        router.register([])
+        assert resolving.result(10).api_url == "http://h:1"
+    assert [each.get("token") for each in bus.sent(RESOLVE)] == ["stale", "minted-7d0c"]
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [(REJECTED, 1), (UNKNOWN, 1), ("TIMEOUT", 0), ("router/invalid_request", 0)]
+)
+def test_a_router_that_does_not_know_us_is_told_again(code, told):
+    refusal = BusError(code, "no")
+    router = client(Bus(router__provider__resolve=refusal, router__models__reconcile=refusal))
+    heard = []
+    router.on_refused = lambda: heard.append(None)
+    with pytest.raises(ProviderError):
+        router.resolve()
+    assert len(heard) == told
+    with pytest.raises(BusError):
+        router.reconcile([])
+    assert len(heard) == 2 * told
 
 
 def test_an_abort_during_resolve_passes():
