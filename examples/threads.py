@@ -34,10 +34,9 @@ def main() -> None:
                 thread.start()
             for thread in threads:
                 thread.join()
-
-            stats = worker.stats()
-            print(f"streams that ended: {stats['outcomes']}, tokens: {stats['usage']['output']}")
         # The block waited up to drain seconds for streams that still ran.
+        stats = worker.stats()
+        print(f"streams that ended: {stats['outcomes']}, tokens: {stats['usage']['output']}")
     print("stopped")
 
 
