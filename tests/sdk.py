@@ -32,6 +32,25 @@ Json = dict[str, Any]
 READY = "router::ready"
 
 
+def end(client: III) -> None:
+    """Have the client leave the bus, and end its thread and loop; idempotent.
+
+    What still waits on the loop is ended in order: it would complain later, in the middle of
+    another test.
+    """
+    loop = client._loop
+    if loop.is_closed():
+        return
+    client.shutdown()
+    assert not client._thread.is_alive()
+    waiting = asyncio.all_tasks(loop)
+    for task in waiting:
+        task.cancel()
+    if waiting:
+        loop.run_until_complete(asyncio.wait(waiting))
+    loop.close()
+
+
 class Client(III):
     """An SDK client whose handlers can fail with a code of their own.
 
@@ -79,12 +98,8 @@ class Client(III):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Leave the bus and end the SDK's thread; idempotent."""
-        if self._loop.is_closed():
-            return
-        self.shutdown()
-        assert not self._thread.is_alive()
-        self._loop.close()
+        """As :func:`end`."""
+        end(self)
 
     def __enter__(self) -> Client:
         return self

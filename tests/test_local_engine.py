@@ -20,6 +20,7 @@ from iii.errors import RegistrationRejectedError
 from iii.helpers import create_channel
 from iii.triggers import TriggerHandler
 from iii_helpers.observability import ReconnectionConfig
+from sdk import end
 
 from provider_llamacpp.errors import BusError
 from provider_llamacpp.local import serving
@@ -77,18 +78,10 @@ def sdk(made):
                 worker_name=name, otel={"enabled": False}, reconnection_config=quick, **options
             ),
         )
-        made.callback(close_sdk, client)
+        made.callback(end, client)
         return client
 
     return make
-
-
-def close_sdk(client):
-    if client._loop.is_closed():
-        return
-    client.shutdown()
-    assert not client._thread.is_alive()
-    client._loop.close()  # the client leaves it open, and Python warns about that
 
 
 def call(client, function_id, payload, **more):
@@ -312,7 +305,7 @@ def test_sdk_trigger_waits_for_its_type(start, sdk, profile):
     first = sdk(engine, "provider")
     assert provide_type(first, "test::ready").wait(lambda: True)
     assert engine.wait_until(lambda: list(engine.triggers().values()) == [True])
-    close_sdk(first)
+    end(first)
     assert engine.wait_until(lambda: list(engine.triggers().values()) == [False])
     bindings = provide_type(sdk(engine, "second provider"), "test::ready")
     assert bindings.wait(lambda: bindings.bound)

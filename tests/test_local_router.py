@@ -15,6 +15,7 @@ import pytest
 from iii import InitOptions, InvocationError, register_worker
 from iii.helpers import create_channel
 from iii_helpers.observability import ReconnectionConfig
+from sdk import end
 from websockets.exceptions import ConnectionClosedError
 
 from provider_llamacpp.cutting import cut_off
@@ -60,13 +61,7 @@ def sdk(made, engine):
         quick = ReconnectionConfig(initial_delay_ms=20, max_delay_ms=100)
         options = InitOptions(worker_name=name, otel={"enabled": False}, reconnection_config=quick)
         client = register_worker(engine.url, options)
-
-        def close():
-            client.shutdown()
-            assert not client._thread.is_alive()
-            client._loop.close()
-
-        made.callback(close)
+        made.callback(end, client)
         return client
 
     return make
