@@ -9,7 +9,7 @@ INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-p
 # Empty: the many processes of the tests are to share what the first has compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test thorough lint check pyright format docs dist clean bench record chaos soak fuzz mutation audit
+.PHONY: demo test thorough lint check pyright format docs dist clean bench record chaos jitter soak fuzz mutation audit
 
 $(VENV)/.demo: setup.cfg pyproject.toml
 	@echo "installing into $(VENV), which takes a minute the first time ..."
@@ -100,6 +100,11 @@ chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --seconds 40
 	$(BIN)/python -m tests.chaos --seconds 20 --real
 	$(BIN)/python -m tests.chaos --seconds 20 --resume
+
+# The suite with random pauses where threads take turns: make jitter SEED=7.
+SEED ?= $(shell date +%s)
+jitter: $(VENV)/.dev
+	JITTER=$(SEED) PYTHONPATH=tests $(BIN)/python -m pytest -n $(JOBS) -p jitter
 
 # Streams and bus calls without a pause, and what the worker has of memory, threads and descriptors
 # meanwhile: build/soak.json and build/soak.svg.
