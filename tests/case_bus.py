@@ -65,6 +65,8 @@ class _Scene:
         expected = 1 + (self._closed_at > 0)
         whole = self.stage.engine.wait_until(lambda: len(self.whole()) >= expected, WAIT)
         assert whole, f"connection {expected} was never complete: {self.per_connection()}"
+        # So far they have come; now they can be called.
+        assert all(self.stage.engine.wait_for_function(each, WAIT) for each in FUNCTIONS)
         if self._closed_at:
             self.reconnected_after = time.monotonic() - self._closed_at
 

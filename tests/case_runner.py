@@ -26,7 +26,7 @@ from iii import InvocationError
 from iii.channels import build_channel_url
 from peers import NOT_FOUND, Exchange, ProxyCounter, ScriptedServer, answer_json
 from sdk import Client, FrameLog, Router, Store
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import connect
 
 from provider_llamacpp import ProviderWorker, Settings
@@ -180,7 +180,7 @@ class WireStream(FrameLog):
             with connect(url, sock=self._socket, close_timeout=0.1, max_size=None) as channel:
                 for frame in channel:
                     self.take(frame if isinstance(frame, str) else f"a binary frame {frame!r}")
-        except ConnectionClosed:
+        except (ConnectionClosed, InvalidHandshake):
             pass
         finally:
             self.end()

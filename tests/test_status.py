@@ -887,7 +887,7 @@ def test_a_problem_of_the_keeper_is_told_once(peers):
     from provider_llamacpp.provider import Provider
 
     errors = RecentErrors()
-    provider = Provider(Settings(), None, None, None, bool, errors)
+    provider = Provider(Settings(), SimpleNamespace(), None, None, bool, errors)
     for _ in range(3):
         provider._report("catalog", ProviderError("transient", "away"))
     provider._report("declare", BusError("router/x", "no"))
