@@ -43,6 +43,8 @@ def end(client: III) -> None:
         return
     client.shutdown()
     assert not client._thread.is_alive()
+    loop.call_soon(loop.stop)  # with a stop of the client's that may still be due
+    loop.run_forever()
     waiting = asyncio.all_tasks(loop)
     for task in waiting:
         task.cancel()
