@@ -99,7 +99,11 @@ class Handlers:
         try:
             call = self._means.registry.open("stream", key=key, model=model)
         except ProviderError as error:
-            self._means.refusals.submit(self._refuse, invocation, error)
+            try:
+                self._means.refusals.submit(self._refuse, invocation, error)
+            except RuntimeError:
+                # The last moments of a stop: nobody is left to open the channel.
+                self._fail(invocation, error)
             return
         self._means.pool.submit(self._stream, invocation, call)
 
@@ -146,11 +150,15 @@ class Handlers:
             call = self._means.registry.open(kind, key=key, model=model)
         except ProviderError as error:
             self._means.errors.add(name, error.kind, error.message)
-            invocation.fail("invocation_failed", f"provider/{error.kind}: {error.message}")
+            self._fail(invocation, error)
             call = Call(0, kind, key=key, model=model)
             self._tell_refused(invocation, name, call, error)
             return
         self._means.pool.submit(self._run_short, invocation, call, name, work)
+
+    @staticmethod
+    def _fail(invocation: Invocation, error: ProviderError) -> None:
+        invocation.fail("invocation_failed", f"provider/{error.kind}: {error.message}")
 
     # -- on a pool thread -----------------------------------------------------------------
 

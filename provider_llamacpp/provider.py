@@ -82,6 +82,8 @@ class Provider:
         self._stopping = False
         self._declare = True
         self._nudged = False
+        self._content = False
+        """The last round went well, and the next is not due."""
         self._refresh_at = 0.0
         self._force = True
         """The keeper's: the next refresh tells the router all, for it was declared anew."""
@@ -246,13 +248,14 @@ class Provider:
             self._wake.notify()
 
     def _declare_again(self) -> None:
-        """The router does not know us. The keeper finds out by itself, and then goes on with its
-        pauses; what a call found out wakes it, once."""
+        """The router does not know us. That wakes the keeper where it thinks that all is well; else
+        it is at it, and has its pauses, however many calls find out."""
         with self._wake:
-            if not self._declare and threading.current_thread() is not self._thread:
+            self._declare = True
+            if self._content:
+                self._content = False
                 self._nudged = True
                 self._wake.notify()
-            self._declare = True
 
     def refresh_soon(self, after: float = 0.0) -> None:
         """Refresh the catalog on the keeper's thread, in ``after`` seconds. Returns at once."""
@@ -265,7 +268,7 @@ class Provider:
         pause = FIRST_PAUSE
         while not self._stopping:
             # A nudge during the round must not wait out the pause after it.
-            self._nudged = False
+            self._nudged = self._content = False
             try:
                 ready = self._connected() and self._step()
             except Exception:
@@ -273,7 +276,9 @@ class Provider:
                 log.exception("the keeper of %s failed; it goes on", self.id)
                 ready = False
             with self._wake:
-                if ready:
+                # A call may have found out meanwhile that there is more to do.
+                self._content = ready and not self._declare
+                if self._content:
                     pause = FIRST_PAUSE
                     wait = max(0.0, self._refresh_at - time.monotonic())
                 else:

@@ -196,17 +196,18 @@ class Draining(Worker):
     def __init__(self):
         super().__init__(KeyboardInterrupt, streams=1)
         self.hurry = threading.Event()
-        self.ended = False
+        self.ended = threading.Event()
 
     def stop(self, drain=None):
         super().stop(drain)
         if drain == 0:
             self.hurry.set()
+            assert self.ended.wait(PATIENCE)
         else:
             # The second Ctrl-C, which reaches the main thread.
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             assert self.hurry.wait(PATIENCE)
-            self.ended = True
+            self.ended.set()
 
 
 def test_a_second_interrupt_ends_the_waiting_and_not_the_stop(capsys):
@@ -219,7 +220,7 @@ def test_a_second_interrupt_ends_the_waiting_and_not_the_stop(capsys):
         signal.signal(signal.SIGINT, before)
     assert code == 0
     assert worker.stops == [None, 0]
-    assert worker.ended
+    assert worker.ended.is_set()
 
 
 def test_an_interrupt_while_it_starts(monkeypatch, llama):

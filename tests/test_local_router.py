@@ -862,12 +862,14 @@ def test_abort(start, provide, sdk):
     other = sdk("other")
     assert call(other, "router::abort", {"request_id": "r"}) == {"ok": True, "aborted": False}
 
+    aborting = threading.Thread(target=call, args=(other, "router::abort", {"request_id": "r"}))
+
     def abort(frame):
         if frame["type"] == "text_delta":
-            done = threading.Thread(target=call, args=(other, "router::abort", {"request_id": "r"}))
-            done.start()
+            aborting.start()
 
     answer, got = chat(caller, {"request_id": "r"}, abort)
+    aborting.join()
     hold.set()
     assert (answer["ok"], answer["stop_reason"]) == (True, "aborted")
     assert got[-1]["type"] == "done"

@@ -303,7 +303,7 @@ def test_a_caller_that_leaves_frees_the_slot(caller, stack, llama):
 
 
 def test_an_abort_before_the_first_byte(llama_factory):
-    server = llama_factory("loop", parallel=1, ctx_size=8192)
+    server = llama_factory("loop", parallel=1, ctx_size=65536)
     with LocalStack(Settings(api_url=server.url)) as stack, Caller(stack.settings) as caller:
         running = Turn(caller, "hi", model="loop")
         running.until("text_delta")

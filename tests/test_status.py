@@ -28,6 +28,7 @@ from provider_llamacpp.local.engine import LoopbackEngine
 from provider_llamacpp.local.stack import LocalStack
 from provider_llamacpp.payloads import decode_stream
 from provider_llamacpp.recent import RecentErrors
+from provider_llamacpp.refusals import Refusals
 from provider_llamacpp.runs import Runs
 from provider_llamacpp.schemas import function_schemas
 from provider_llamacpp.server.address import Target
@@ -410,7 +411,7 @@ def test_a_server_that_goes_away_and_errors_of_the_last_minutes(llama_factory):
 
 
 def test_a_full_worker_still_answers_and_tells_of_refusals(llama_factory):
-    server = llama_factory("loop", parallel=1, ctx_size=8192)
+    server = llama_factory("loop", parallel=1, ctx_size=65536)
     with stack_on(server.url, max_streams=1, max_requests=1) as (_, ask, caller):
         frames = stream(caller, "hi", resolution_key="r")
         assert next(frames)["type"] == "start"
@@ -865,10 +866,10 @@ def test_refused_short_calls_are_told(peers):
     from provider_llamacpp.handlers import Handlers, Means
 
     means = Means(
-        registry=CallRegistry({"stream": 1, "request": 0}),
+        registry=CallRegistry({"stream": 0, "request": 0}),
         runs=Runs(),
         pool=None,
-        refusals=None,
+        refusals=Refusals("test"),
         open_channel=None,
         fat_deltas=False,
         errors=errors,
@@ -881,6 +882,27 @@ def test_refused_short_calls_are_told(peers):
     assert answers
     (error,) = errors.facts()
     assert (error["where"], error["kind"]) == ("embed", "rate_limited")
+
+    means.refusals.shutdown()
+    Handlers(peers, means).stream(invocation)
+    assert answers[1][0] == "invocation_failed"
+    assert answers[1][1].startswith("provider/rate_limited: 0 stream calls are running")
+
+
+def test_a_refusal_wakes_the_keeper_only_where_it_thinks_that_all_is_well():
+    from provider_llamacpp.provider import Provider
+
+    router = SimpleNamespace()
+    provider = Provider(Settings(), router, None, None, bool)
+    provider._declare = False  # as in the middle of a round
+    router.on_refused()
+    assert (provider._declare, provider._nudged) == (True, False)
+    provider._declare, provider._content = False, True
+    router.on_refused()
+    assert (provider._declare, provider._nudged) == (True, True)
+    provider._nudged = False
+    router.on_refused()
+    assert not provider._nudged
 
 
 def test_a_problem_of_the_keeper_is_told_once(peers):
