@@ -77,19 +77,22 @@ pyright: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python examples
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .coverage* .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV)-bench build dist *.egg-info .coverage* .mypy_cache .ruff_cache .pytest_cache
 
-$(VENV)/.bench: setup.cfg pyproject.toml bench/requirements.txt
-	@echo "installing into $(VENV), which takes a minute the first time ..."
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) --upgrade pip
-	$(INSTALL) --editable '.[bench]' --requirement bench/requirements.txt
+# An environment of its own: one of the peers takes older versions of what the embedded engine needs.
+$(VENV)-bench/.bench: setup.cfg pyproject.toml bench/requirements.txt
+	@echo "installing into $(VENV)-bench, which takes a minute the first time ..."
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(BENCH_INSTALL) --upgrade pip
+	$(BENCH_INSTALL) --editable '.[bench]' --requirement bench/requirements.txt
 	touch $@
 
+BENCH_INSTALL = $(subst $(BIN),$(VENV)-bench/bin,$(INSTALL))
+
 # The worker beside its peers and limits: the cases that have a bar. "python -m bench" runs all.
-bench: $(VENV)/.bench
+bench: $(VENV)-bench/.bench
 	mkdir -p build
-	$(BIN)/python -m bench --short --json build/bench.json --plot build/bench.png
+	$(VENV)-bench/bin/python -m bench --short --json build/bench.json --plot build/bench.png
 
 # The commands at a terminal of 80 columns and 24 lines: recordings and pictures in docs/terminal/.
 record: $(VENV)/.demo
