@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _SIMPLE = re.compile(
     rb"HTTP/1\.1 (101|[2-5]\d\d) ([\x20-\x7e]*)\r\n"
@@ -23,9 +23,9 @@ _NO_BODY = (204, 304)
 _URL = re.compile(r"[!-~]+").fullmatch
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Of an answer; ``length`` is that of its body, None where the framing or the close tells."""
+class Head(NamedTuple):
+    """Of an answer; names of headers are in lower case. ``length`` is that of the body, None where
+    the framing or the close tells."""
 
     status: int
     reason: str
@@ -78,14 +78,13 @@ def read_head(data: bytes) -> Head | None:
         return None
     status = int(found[1])
     headers: dict[str, str] = {}
-    framing: dict[str, str] = {}
     for line in found[3].decode("ascii").split("\r\n")[:-1]:
         name, _, value = line.partition(":")
-        key = name.lower()
-        if key in framing:
+        name = name.lower()
+        if name in headers:
             return None
-        headers[name] = framing[key] = value.strip(" ")
-    coding, length = framing.get("transfer-encoding"), framing.get("content-length")
+        headers[name] = value.strip(" ")
+    coding, length = headers.get("transfer-encoding"), headers.get("content-length")
     if status in _NO_BODY or (coding is not None and length is not None):
         return None
     if status == 101:

@@ -35,7 +35,7 @@ def by_the_library(data: bytes) -> Head | None:
         return None
     if reply.fp is not None and reply.fp.read():
         return None
-    headers = {name: reply.getheader(name, "") for name in reply.headers}
+    headers = {name.lower(): reply.getheader(name, "") for name in reply.headers}
     return Head(reply.status, reply.reason, headers, bool(reply.chunked), reply.length)
 
 
@@ -44,10 +44,10 @@ def test_what_llama_server_answers() -> None:
         status=200,
         reason="OK",
         headers={
-            "Server": "llama.cpp",
-            "Access-Control-Allow-Origin": "",
-            "Content-Type": "text/event-stream",
-            "Transfer-Encoding": "chunked",
+            "server": "llama.cpp",
+            "access-control-allow-origin": "",
+            "content-type": "text/event-stream",
+            "transfer-encoding": "chunked",
         },
         chunked=True,
         length=None,

@@ -333,7 +333,7 @@ def test_a_key_goes_nowhere_but_to_its_server():
     ],
 )
 def test_channel_ids_and_keys_stay_in_their_place(ref):
-    url = channel_url("ws://127.0.0.1:1/base?token=t", ref, "write")
+    url = channel_url("ws://127.0.0.1:1/base?token=t", ref, "write").geturl()
     path, _, query = url.partition("?")
     assert path.startswith("ws://127.0.0.1:1/base/ws/channels/")
     assert path.count("/") == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from bus_peers import TIMEOUT, Run, Server, descriptors, eventually
@@ -15,7 +16,7 @@ from provider_llamacpp.bus.waiting import Waker, wait_ready
 
 
 def make(url: str, **options: Any) -> Link:
-    return Link(url, context=lambda: tls_context(None, None), **options)
+    return Link(urlsplit(url), context=lambda: tls_context(None, None), **options)
 
 
 @pytest.mark.parametrize(

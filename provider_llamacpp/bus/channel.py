@@ -17,9 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import quote
+from urllib.parse import SplitResult, quote, urlsplit
 
 from ..calls import Call
 from ..errors import ConsumerGone, ProviderError
@@ -45,17 +44,24 @@ _MAX_INBOUND = 1024**2
 log = logging.getLogger(__name__)
 
 
-def channel_url(engine_url: str, ref: WriterRef, direction: Literal["read", "write"]) -> str:
+def channel_url(
+    engine_url: str, ref: WriterRef, direction: Literal["read", "write"]
+) -> SplitResult:
     """Where one end of a channel is: the engine's address with its query kept (7.2)."""
-    base, _, query = engine_url.partition("#")[0].partition("?")
-    query = f"{query}&" if query else ""
-    return (
-        f"{base.rstrip('/')}/ws/channels/{_quoted(ref.channel_id)}"
-        f"?{query}key={_quoted(ref.access_key)}&dir={direction}"
+    base = urlsplit(engine_url)
+    query = f"{base.query}&" if base.query else ""
+    return SplitResult(
+        base.scheme,
+        base.netloc,
+        f"{base.path.rstrip('/')}/ws/channels/{_quoted(ref.channel_id)}",
+        f"{query}key={_quoted(ref.access_key)}&dir={direction}",
+        "",
     )
 
 
 def _quoted(text: str) -> str:
+    if text.isascii() and text.isalnum():
+        return text
     # JSON can hold half a surrogate pair, an address cannot.
     return quote(text, safe="", errors="replace")
 
@@ -163,13 +169,17 @@ class Channel:
             token=token,
             context=lambda: watch.tls_context(ca_file, client_cert),
         )
+        if call is not None:
+            call.add_waker(link.cut)
         try:
-            with call.interruptible(link.cut) if call is not None else nullcontext():
-                link.connect(connect_timeout, meanwhile)
+            link.connect(connect_timeout, meanwhile)
         except LinkError as error:
             if call is not None:
                 call.check()
             raise _refusal(error) from error
+        finally:
+            if call is not None:
+                call.remove_waker(link.cut)
         channel = cls(link, watch, on_gone, send_timeout=send_timeout, call=call)
         try:
             if call is not None:

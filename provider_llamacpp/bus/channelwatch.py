@@ -66,15 +66,18 @@ class ChannelWatch:
 
     def add(self, link: Link, on_readable: Callable[[], bool]) -> None:
         """Have ``on_readable`` called on the watch's thread when ``link`` has something to read,
-        and once here and now, until it returns False. It must not block."""
+        until it returns False. It must not block."""
         with self._lock:
-            # Asked first: over TLS something may be here that no selector tells of.
-            if self._selector is not None and _still_open(on_readable):
-                try:
-                    self._selector.register(link, selectors.EVENT_READ, on_readable)
-                except ValueError:
-                    return  # it was closed before
-                self._changed()
+            if self._selector is None:
+                return
+            # What TLS keeps already no selector tells of.
+            if link.secure and not _still_open(on_readable):
+                return
+            try:
+                self._selector.register(link, selectors.EVENT_READ, on_readable)
+            except ValueError:
+                return  # it was closed before
+            self._changed()
 
     def remove(self, link: Link) -> None:
         """Forget ``link``; the watch's thread does not touch it any more when this returns."""

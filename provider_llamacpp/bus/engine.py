@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from .. import jsontext
 from ..calls import Call
@@ -308,7 +309,7 @@ class Engine:
 
     def _connect_and_serve(self, waker: Waker) -> str:
         """One connection from its dialling to its end; why it ended."""
-        link = Link(self._url, token=self._token, context=self._tls_context)
+        link = Link(urlsplit(self._url), token=self._token, context=self._tls_context)
         with self._state:
             self._link = link
         reason = "stopped"

@@ -20,11 +20,12 @@ import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import websocket
 
 from ..errors import ProviderLlamacppError
+from ..numeric import ipv4
 from .upgrade import upgrade
 from .waiting import wait_ready
 
@@ -80,16 +81,16 @@ class Link:
     """
 
     def __init__(
-        self, url: str, *, token: str | None = None, context: Callable[[], ssl.SSLContext]
+        self, url: SplitResult, *, token: str | None = None, context: Callable[[], ssl.SSLContext]
     ) -> None:
         self._url = url
-        self._parts = urlsplit(url)
         self._token = token
         self._context = context
         self._sock: socket.socket | None = None
         self._send_now: Callable[[bytes | memoryview], int] = self._unconnected
         self._receive_now: Callable[[int], bytes] = self._unconnected
-        self._secure = self._parts.scheme == "wss"
+        self.secure = url.scheme == "wss"
+        """It goes over TLS: what has come may wait where no selector tells of it."""
         self._rest = b""
         """Accepted by :meth:`offer` and not sent yet; guarded by the owner's send lock."""
         self._cut = False
@@ -120,13 +121,13 @@ class Link:
                 raise
             if self._cut:
                 raise LinkError("the connection attempt was given up") from error
-            where = origin(self._url)
+            where = origin(self._url.geturl())
             raise LinkError(f"{where}: {_reason(error)}", status=_status(error)) from error
 
     def _connect(self, deadline: float, meanwhile: Callable[[], None]) -> None:
-        host = self._parts.hostname or ""
-        sock = self._dial(host, self._parts.port or (443 if self._secure else 80), deadline)
-        if self._secure:
+        host = self._url.hostname or ""
+        sock = self._dial(host, self._url.port or (443 if self.secure else 80), deadline)
+        if self.secure:
             sock.settimeout(_left(deadline))
             secured = self._context().wrap_socket(
                 sock, server_hostname=host, do_handshake_on_connect=False
@@ -136,9 +137,9 @@ class Link:
             secured.do_handshake()
             sock = secured
         sock.settimeout(_left(deadline))
-        upgrade(sock, self._parts, self._token, meanwhile)
+        upgrade(sock, self._url, self._token, meanwhile)
         sock.setblocking(False)
-        if self._secure:
+        if self.secure:
             self._send_now, self._receive_now = self._send_tls, self._receive_tls
         else:
             self._send_now, self._receive_now = sock.send, sock.recv
@@ -151,7 +152,7 @@ class Link:
         return made
 
     def _dial(self, host: str, port: int, deadline: float) -> socket.socket:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = ipv4(host, port) or socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         failure: OSError | None = None
         for number, (family, kind, protocol, _, address) in enumerate(found):
             sock = socket.socket(family, kind, protocol)
@@ -266,7 +267,7 @@ class Link:
             sent = self._send_now(data)
         except BlockingIOError:
             # Over TLS the record may be begun, and then nothing may follow but its rest.
-            if self._rest or not self._secure:
+            if self._rest or not self.secure:
                 return False
             sent = 0
         except OSError as error:

@@ -62,7 +62,7 @@ def accepted(head: Head | None, key: str) -> bool:
     """Whether ``head`` is the usual answer to an offer with ``key``."""
     if head is None or head.status != 101:
         return False
-    fields = {name.lower(): value for name, value in head.headers.items()}
+    fields = head.headers
     proof = base64.b64encode(hashlib.sha1(key.encode("ascii") + _GUID).digest()).decode("ascii")
     return (
         fields.get("upgrade", "").lower() == "websocket"

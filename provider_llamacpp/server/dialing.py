@@ -24,6 +24,7 @@ from urllib3.util import wait_for_write
 
 from ..calls import Call
 from ..cutting import cut_off
+from ..numeric import ipv4
 
 _SLICE = 0.25
 """Seconds between looks at the abort while a connect is under way. Linux needs none: there the
@@ -170,6 +171,8 @@ class Line:
     def _addresses(self, host: str, port: int, limit: float) -> list[Any]:
         """The addresses of ``host``. A resolver may take long and cannot be interrupted, so a
         name is looked up on a thread of its own, which nobody has to wait for."""
+        if found := ipv4(host, port):
+            return found
         find = functools.partial(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
         if host == "localhost":
             return find()

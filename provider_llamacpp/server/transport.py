@@ -140,7 +140,7 @@ def _answer(source: Source, method: str) -> Raw:
         source.give_back(data)
         reply = http.client.HTTPResponse(source, method=method)  # type: ignore[arg-type]
         reply.begin()
-        headers = {name: reply.getheader(name, "") for name in reply.headers}
+        headers = {name.lower(): reply.getheader(name, "") for name in reply.headers}
         head = Head(reply.status, reply.reason, headers, bool(reply.chunked), reply.length)
     return Raw(head, source)
 
@@ -200,18 +200,45 @@ class LineRequest(requests.PreparedRequest):
     Prepared by hand, since all its parts are known to be sound: ``prepare()`` takes longer than
     everything else before the first byte together.
 
-    :param url: ASCII, as :func:`provider_llamacpp.server.address.normalise_api_url` makes it
+    :param root: ASCII, as :func:`provider_llamacpp.server.address.normalise_api_url` makes it
+    :param path: below the root
     """
 
     def __init__(
-        self, line: Line, method: str, url: str, headers: Mapping[str, str], body: bytes | None
+        self,
+        line: Line,
+        method: str,
+        root: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
     ) -> None:
         super().__init__()
         self.line = line
         self.method = method
-        self.url = url
+        self.parts = urlsplit(root)
+        self.path = self.parts.path + path
+        self.url = root + path
         self.headers = requests.structures.CaseInsensitiveDict(headers)
         self.body = body
+
+
+class LineResponse(requests.Response):
+    """What there is before the body is read, which is read from ``raw``.
+
+    Made by hand like its request: what ``requests`` fills in beside it, a jar of cookies and a
+    guess of the encoding, takes as long as reading the head.
+    """
+
+    def __init__(self, request: LineRequest, raw: Raw) -> None:
+        self.history = []
+        self.request = request
+        self.url = request.url or ""
+        self.raw = raw
+        self.status_code = raw.status
+        self.reason = raw.reason
+        self.headers = requests.structures.CaseInsensitiveDict(raw.headers)
+        self.encoding = None
 
 
 class Adapter(HTTPAdapter):
@@ -229,8 +256,7 @@ class Adapter(HTTPAdapter):
     ) -> Any:
         """One connection, which ends with its answer."""
         assert isinstance(request, LineRequest)
-        assert isinstance(request.url, str)
-        parts = urlsplit(request.url)
+        parts = request.parts
         tls = self._tls() if parts.scheme == "https" else None
         return _Once(request.line, parts.hostname or "", parts.port or PORTS[parts.scheme], tls)
 
@@ -239,3 +265,14 @@ class Adapter(HTTPAdapter):
 
     def cert_verify(self, conn: Any, url: Any, verify: Any, cert: Any) -> None:
         """Nothing: the context has all of it."""
+
+    def request_url(self, request: requests.PreparedRequest, proxies: Any) -> str:
+        """The path: there is no proxy."""
+        assert isinstance(request, LineRequest)
+        return request.path
+
+    def build_response(self, request: requests.PreparedRequest, raw: Any) -> requests.Response:
+        """What the head tells; of an answer that came by other means, what ``requests`` makes."""
+        if isinstance(request, LineRequest) and isinstance(raw, Raw):
+            return LineResponse(request, raw)
+        return super().build_response(request, raw)

@@ -176,7 +176,7 @@ class Upstream:
         line: Line,
     ) -> UpstreamStream:
         fields = _headers(target, body, headers)
-        request = LineRequest(line, method, target.root + path, fields, body)
+        request = LineRequest(line, method, target.root, path, fields, body)
         try:
             line.open()
             # The line has the timeouts.

@@ -342,7 +342,7 @@ def url(data: bytes) -> None:
 
 def _channel(engine: str, ref: WriterRef) -> None:
     """Ids and keys stay in their place, whatever the engine's address is."""
-    base, made = urlsplit(engine), urlsplit(channel_url(engine, ref, "write"))
+    base, made = urlsplit(engine), channel_url(engine, ref, "write")
     assert (made.scheme, made.netloc) == (base.scheme, base.netloc)
     # Two more are the route's own, one is the id's.
     assert made.path.count("/") == base.path.rstrip("/").count("/") + 3
