@@ -3,7 +3,8 @@
 It accepts the control socket of a worker and answers what a worker asks while it starts; it
 invokes ``provider::<id>::stream`` and takes the channel's frames. It keeps what it receives as it
 came, with the time, and looks into it only when the conductor asks for the report: so it costs
-little while something is measured.
+little while something is measured. The time is the kernel's, where that tells it: with 64 streams
+the sink's own turn to read comes a millisecond later, which is no latency of who sent.
 
 Drivers that are no workers connect with the line ``PLAIN`` and are told the number of each stream
 to begin; they write frames to a channel, or bytes to a connection that begins with
@@ -20,6 +21,8 @@ import re
 import selectors
 import socket
 import statistics
+import struct
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -30,7 +33,22 @@ from .pipes import Commands, Json, listen, tell, watch
 from .stats import percentile
 
 RECV = 65536
+TIMESPEC = struct.Struct("@ll")
+SPACE = socket.CMSG_SPACE(TIMESPEC.size)
+STAMPED = 35 if sys.platform == "linux" else None
+"""``SO_TIMESTAMPNS``, which Python has no name for: each read tells when its last bytes came."""
 KEY = re.compile(r"(?i)\r\nsec-websocket-key: *(\S+)")
+
+
+def receive(sock: socket.socket) -> tuple[bytes, int]:
+    """What has arrived, and when, in nanoseconds of the monotonic clock."""
+    block, more, _, _ = sock.recvmsg(RECV, SPACE)
+    now = time.monotonic_ns()
+    for _, kind, data in more:
+        if kind == STAMPED:
+            seconds, nanoseconds = TIMESPEC.unpack(data)
+            now -= time.time_ns() - (seconds * 10**9 + nanoseconds)
+    return block, now
 
 
 class Stream:
@@ -46,9 +64,9 @@ class Stream:
         """What it came to."""
         return (wire.read_frames if self.framed else wire.read_chunks)(self.blocks)
 
-    def add(self, block: bytes) -> None:
+    def add(self, block: bytes, at_ns: int) -> None:
         """The hot path."""
-        self.blocks.add(time.monotonic_ns(), block)
+        self.blocks.add(at_ns, block)
 
 
 class Peer:
@@ -59,13 +77,15 @@ class Peer:
         self.sock = sock
         self.inbox = b""
         self.handle: Callable[[bytes], None] = self._first
+        self.at_ns = 0
+        """When what is handled now had come."""
         self.stream: Stream | None = None
         self.walker = wire.Walker()
 
     def ready(self) -> None:
         """Something can be read."""
         try:
-            block = self.sock.recv(RECV)
+            block, self.at_ns = receive(self.sock)
         except OSError:
             block = b""
         if block:
@@ -106,12 +126,12 @@ class Peer:
 
     def _bytes(self, block: bytes) -> None:
         assert self.stream is not None
-        self.stream.add(block)
+        self.stream.add(block, self.at_ns)
 
     def http(self, block: bytes) -> None:
         """An answer of a proxy we asked."""
         assert self.stream is not None
-        self.stream.add(block)
+        self.stream.add(block, self.at_ns)
         if b"[DONE]" in self.stream.blocks.data[-64:]:
             self.close()
 
@@ -138,7 +158,7 @@ class Peer:
 
     def _channel(self, block: bytes) -> None:
         assert self.stream is not None
-        self.stream.add(block)
+        self.stream.add(block, self.at_ns)
         if self.walker.feed(block):
             try:
                 self.sock.sendall(wire.CLOSE)
@@ -197,6 +217,8 @@ class Sink:
 
     def _add(self, peer: Peer) -> Peer:
         peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if STAMPED is not None:
+            peer.sock.setsockopt(socket.SOL_SOCKET, STAMPED, 1)
         watch(self.selector, peer.sock, peer.ready)
         return peer
 
