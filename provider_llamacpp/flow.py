@@ -20,13 +20,13 @@ class Flow:
         """What a step met, for the stream's own thread to raise."""
         self.kept = False
         """The channel had no room for all frames, and waits for its :meth:`~.Channel.flush`."""
-        self.patience = stream.patience
-        self.expire = stream.expire
+        connection = stream.connection
+        self.patience = connection.patience
+        self.expire = connection.expire
         self._descriptor = descriptor
-        self._stream = stream
-        self._arrived = stream.arrived
+        self._connection = connection
         self._assembler = assembler
-        self._send = channel.send
+        self._channel = channel
 
     def fileno(self) -> int:
         """The server's socket."""
@@ -41,14 +41,15 @@ class Flow:
     def step(self) -> bool:
         """What has arrived is read in one go and leaves in one go; False if there is more to do."""
         try:
-            block = self._arrived()
+            connection, assembler = self._connection, self._assembler
+            block = connection.arrived()
             if block is None:
                 return False
-            assembler = self._assembler
-            if block and (frames := assembler.feed(block)) and not self._send(frames, wait=False):
-                self.kept = True
-                return False
-            return not (assembler.ended or self._stream.over)
+            if block and (frames := assembler.feed(block)):
+                if not self._channel.send(frames, wait=False):
+                    self.kept = True
+                    return False
+            return not (assembler.ended or connection.over)
         except Exception as error:
             self.error = error
             return False

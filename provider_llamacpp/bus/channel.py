@@ -129,6 +129,7 @@ class Channel:
         self._send_timeout = send_timeout
         self._call = call
         self._keys = frames.KeyPool()
+        self._key = self._keys.take
         self._reader = frames.FrameReader(_MAX_INBOUND)
         self._pongs: deque[bytes] = deque(maxlen=4)
         self._lock = threading.Lock()
@@ -207,10 +208,10 @@ class Channel:
             if self._finished or self._gone:
                 raise ConsumerGone("the channel is closed")
             try:
-                data = frames.text_frames(events, self._keys.take)
+                data = frames.text_frames(events, self._key)
             except frames.OversizedFrame as error:
                 if before := events[: error.index]:
-                    self._send(frames.text_frames(before, self._keys.take), error.index, wait=wait)
+                    self._send(frames.text_frames(before, self._key), error.index, wait=wait)
                 raise ProviderError("permanent", f"an event cannot be sent: {error}") from error
             done = self._send(data, len(events), wait=wait)
         while self._pongs:
@@ -263,25 +264,32 @@ class Channel:
 
     def _send(self, data: bytes, count: int, *, wait: bool) -> bool:
         """Needs the lock. Whether nothing was kept."""
-        done = self._try(data, self._send_timeout if wait else None)
-        if done is None:
-            raise ConsumerGone("the channel's reader has left or does not read")
+        link = self._link
+        try:
+            done = link.begin(data)
+            if wait and not done:
+                link.send(b"", self._send_timeout)
+                done = True
+        except LinkError as error:
+            self._broke(error)
+            raise ConsumerGone("the channel's reader has left or does not read") from None
         self.sent += count
         return done
 
-    def _try(self, data: bytes, timeout: float | None) -> bool | None:
-        """Needs the lock. Whether all is out; None if it failed: half a frame may be out then, so
-        nothing may follow. Without a timeout there is no wait, and what is left is kept."""
+    def _try(self, data: bytes, timeout: float) -> bool:
+        """Needs the lock. Whether all is out."""
         try:
-            if timeout is None:
-                return self._link.begin(data)
             self._link.send(data, timeout)
         except LinkError as error:
-            log.debug("a channel's reader is gone: %s", error)
-            self._gone = True
-            self._link.cut()
-            return None
+            self._broke(error)
+            return False
         return True
+
+    def _broke(self, error: LinkError) -> None:
+        """Half a frame may be out: nothing may follow."""
+        log.debug("a channel's reader is gone: %s", error)
+        self._gone = True
+        self._link.cut()
 
     # -- the watchdog's thread ------------------------------------------------------------
 

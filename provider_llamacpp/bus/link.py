@@ -228,8 +228,9 @@ class Link:
         """
         if self._rest:
             data, self._rest = self._rest + data, b""
+        send = self._send_now
         try:
-            sent = self._send_now(data)
+            sent = send(data)
         except BlockingIOError:
             sent = 0
         except OSError as error:

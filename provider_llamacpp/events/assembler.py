@@ -116,7 +116,8 @@ class Assembler:
         """The newest event that came the long way, learned from when another comes: not while
         somebody waits for its frame, which may be the first."""
         self._template: _Template | None = None
-        self._direct: _Template | None = None
+        self._direct: tuple[bytes, int, int, bytes, bytes, list[bytes]] | None = None
+        """A plain tuple, which is taken apart in a fifth of the time."""
         self._epoch = -1
         self._unused = 0
         self._wait = self._skip = 0
@@ -230,7 +231,11 @@ class Assembler:
         for item in self._cutter.split(b"" if frames else whole):
             self._item(item, frames)
         self.ended = self._turn.ended
-        self._direct = None if self.ended or not self._cutter.clean else self._template
+        template = self._template
+        if template is None or self.ended or not self._cutter.clean:
+            self._direct = None
+        else:
+            self._direct = (*template,)
         return frames
 
     def _run(self, whole: bytes) -> list[bytes]:

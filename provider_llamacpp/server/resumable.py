@@ -71,8 +71,6 @@ class ResumableStream:
     ) -> None:
         self.status = stream.status
         self.headers = stream.headers
-        self.consumed = 0
-        """Body bytes handed out so far: where a broken stream goes on (``from=``)."""
         self.resumed = 0
         """How often it was taken up."""
         self._stream = stream
@@ -83,7 +81,8 @@ class ResumableStream:
         self._discards = discards
         self._budget = budget
         self._idle = idle
-        self._last = b""
+        self._before = 0
+        """Body bytes that came over the connections before this one."""
         self._ended = self._closed = False
         self._broke_at = self._tries = 0
         self._since = time.monotonic()
@@ -98,6 +97,11 @@ class ResumableStream:
             "the connection to llama-server broke in the middle of the answer, which was taken up "
             "again where it broke"
         )
+
+    @property
+    def consumed(self) -> int:
+        """Body bytes handed out so far: where a broken stream goes on (``from=``)."""
+        return self._before + self._stream.consumed
 
     def read(self) -> bytes:
         """Wait for the next bytes of the body; all that have arrived. ``b""`` is a clean end.
@@ -115,8 +119,6 @@ class ResumableStream:
                 self._take_up(error.message)
                 continue
             if block:
-                self.consumed += len(block)
-                self._last = block
                 return block
             if self._goes_on():
                 self._take_up("the body ended, the stream did not")
@@ -124,33 +126,16 @@ class ResumableStream:
                 self._ended = True
         return b""
 
-    # -- without a wait, as of UpstreamStream: breaks are for read() ------------------------
+    # -- without a wait: breaks are for read() ---------------------------------------------
 
     @property
-    def patience(self) -> float | None:
-        """See :class:`~provider_llamacpp.server.stream.UpstreamStream`."""
-        return self._stream.patience
-
-    @property
-    def over(self) -> bool:
-        """What comes next, if anything does, is for :meth:`read` to find out."""
-        return self._stream.over
+    def connection(self) -> UpstreamStream:
+        """What to look after, until :meth:`unshare`."""
+        return self._stream
 
     def share(self) -> int | None:
         """See :class:`~provider_llamacpp.server.stream.UpstreamStream`."""
         return None if self._ended else self._stream.share()
-
-    def arrived(self) -> bytes | None:
-        """See :class:`~provider_llamacpp.server.stream.UpstreamStream`."""
-        block = self._stream.arrived()
-        if block:
-            self.consumed += len(block)
-            self._last = block
-        return block
-
-    def expire(self) -> None:
-        """See :class:`~provider_llamacpp.server.stream.UpstreamStream`."""
-        self._stream.expire()
 
     def unshare(self) -> None:
         """See :class:`~provider_llamacpp.server.stream.UpstreamStream`."""
@@ -162,7 +147,7 @@ class ResumableStream:
         Takes :data:`~.discards.DISCARD_SECONDS` at most.
         """
         self._stream.close()
-        if not (self._closed or self._last.endswith(_END)):
+        if not (self._closed or self._stream.last.endswith(_END)):
             self._discards.discard(self._target, self._conversation)
         self._closed = True
 
@@ -191,12 +176,14 @@ class ResumableStream:
                 raise self._lost(f"could not be taken up in {self._budget:g} s; at last: {why}")
             self._tries += 1
             try:
-                self._stream = self._replay(min(left, TRY_SECONDS))
+                stream = self._replay(min(left, TRY_SECONDS))
             except ProviderError as error:
                 if not passing(error.status):
                     raise self._verdict(error) from error
                 why = error.message
                 continue
+            stream.last, self._before = self._stream.last, self.consumed
+            self._stream = stream
             self.resumed += 1
             self._since = time.monotonic()
             log.info("stream %d goes on at byte %d", self._call.number, self.consumed)
@@ -247,7 +234,7 @@ class ResumableStream:
 
     def _goes_on(self) -> bool:
         """Whether a body that ended cleanly was not the end of the stream."""
-        if not self.consumed or self._last.endswith(_END) or not _of_the_stream(self._last):
+        if not self.consumed or self._stream.last.endswith(_END) or not _of_the_stream(self._stream.last):
             return False
         try:
             reply = self._upstream.request(

@@ -53,6 +53,8 @@ class UpstreamStream:
         self.headers: Mapping[str, str] = response.headers
         self.consumed = 0
         """Body bytes handed out so far."""
+        self.last = b""
+        """The block that was handed out last."""
         self._line = line
         self._call = call
         self._root = root
@@ -108,13 +110,22 @@ class UpstreamStream:
         """:raises FramingError: if ``raw`` is none of the body's"""
         if len(raw) == room or room == BLOCK:
             self._room = BLOCK if len(raw) >= SMALL else SMALL
-        data = self._feed(raw)
-        if self._framing.complete and not self._framing.until_close:
+        feed = self._feed
+        data = feed(raw)
+        framing = self._framing
+        if framing.complete and not framing.until_close:
             self.over = True
-        self.consumed += len(data)
+        if data:
+            self.consumed += len(data)
+            self.last = data
         return data
 
     # -- without a wait: for who looks after many answers at once ---------------------------
+
+    @property
+    def connection(self) -> UpstreamStream:
+        """Itself: what to look after."""
+        return self
 
     @property
     def patience(self) -> float | None:
@@ -132,11 +143,11 @@ class UpstreamStream:
     def arrived(self) -> bytes | None:
         """What has arrived of the body, maybe nothing; None if all further is for :meth:`read`: the
         end, a fault, an abort."""
-        call, room = self._call, self._room
+        call, room, receive = self._call, self._room, self._source.arrived
         if self.over or (call is not None and call.reason is not None):
             return None
         try:
-            raw = self._source.arrived(room)
+            raw = receive(room)
             # An end stays one: it is there for the next read.
             return self._unframed(raw, room) if raw else None
         except BlockingIOError:

@@ -39,6 +39,9 @@ class Source:
         """What was received and is not taken yet."""
         self._sock = sock
         self._line = line
+        self.arrived: Callable[[int], bytes] = sock.recv
+        """What has arrived, without a wait, while :meth:`share` is on; ``b""`` at the end. Raises
+        :class:`BlockingIOError` if nothing has."""
         self.patience: float | None = None
         """Seconds a wait for a read lasts at most, as :meth:`share` found it."""
 
@@ -49,13 +52,6 @@ class Source:
         # A timeout for each read alone would let a peer that drips bytes go on for ever.
         if self._line.deadline is not None:
             self._sock.settimeout(self._line.left())
-        return self._sock.recv(size)
-
-    def arrived(self, size: int) -> bytes:
-        """What has arrived, without a wait, while :meth:`share` is on; ``b""`` at the end.
-
-        :raises BlockingIOError: if nothing has
-        """
         return self._sock.recv(size)
 
     def share(self) -> int | None:
