@@ -86,7 +86,7 @@ class Stream(bare.Stream):
         """Its result and the end of its channel."""
         self.aborted = False
 
-    def add(self, block: bytes) -> None:
+    def add(self, block: bytes, at_ns: int) -> None:
         """When it came is of no interest here."""
         self.blocks.data += block
 
