@@ -234,7 +234,11 @@ class ResumableStream:
 
     def _goes_on(self) -> bool:
         """Whether a body that ended cleanly was not the end of the stream."""
-        if not self.consumed or self._stream.last.endswith(_END) or not _of_the_stream(self._stream.last):
+        if (
+            not self.consumed
+            or self._stream.last.endswith(_END)
+            or not _of_the_stream(self._stream.last)
+        ):
             return False
         try:
             reply = self._upstream.request(
