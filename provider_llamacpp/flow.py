@@ -45,10 +45,10 @@ class Flow:
             block = connection.arrived()
             if block is None:
                 return False
-            if block and (frames := assembler.feed(block)):
-                if not self._channel.send(frames, wait=False):
-                    self.kept = True
-                    return False
+            send = self._channel.send
+            if block and (frames := assembler.feed(block)) and not send(frames, wait=False):
+                self.kept = True
+                return False
             return not (assembler.ended or connection.over)
         except Exception as error:
             self.error = error
