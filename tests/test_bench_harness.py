@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import report, wire
+from bench import report, sink, wire
 from bench.bars import BARS, Bar, judge
 from bench.cases import CASES
 from bench.processes import DRIVERS
@@ -275,3 +277,22 @@ def test_a_copied_stream_is_read():
     cut = wire.Blocks()
     cut.add(0, data[:-60])
     assert not wire.read_chunks(cut).complete()
+
+
+@pytest.mark.skipif(sink.STAMPED is None, reason="the kernel's time is asked for on Linux only")
+def test_a_read_tells_when_its_bytes_came():
+    """Not when they were read: the reader's own turn may come much later."""
+    with sink.listen() as listener, socket.create_connection(listener.getsockname()) as near:
+        far, _ = listener.accept()
+        with far:
+            far.setsockopt(socket.SOL_SOCKET, sink.STAMPED, 1)
+            # The kernel begins to take the time some moments after it is asked to.
+            for _ in range(1000):
+                before = time.monotonic_ns()
+                near.sendall(b"x")
+                after = time.monotonic_ns()
+                block, at = sink.receive(far)
+                assert block == b"x"
+                if at <= after:
+                    break
+            assert before - 10**9 < at <= after

@@ -129,7 +129,6 @@ class Channel:
         self._send_timeout = send_timeout
         self._call = call
         self._keys = frames.KeyPool()
-        self._key = self._keys.take
         self._reader = frames.FrameReader(_MAX_INBOUND)
         self._pongs: deque[bytes] = deque(maxlen=4)
         self._lock = threading.Lock()
@@ -208,10 +207,10 @@ class Channel:
             if self._finished or self._gone:
                 raise ConsumerGone("the channel is closed")
             try:
-                data = frames.text_frames(events, self._key)
+                data = frames.text_frames(events, self._keys.take)
             except frames.OversizedFrame as error:
                 if before := events[: error.index]:
-                    self._send(frames.text_frames(before, self._key), error.index, wait=wait)
+                    self._send(frames.text_frames(before, self._keys.take), error.index, wait=wait)
                 raise ProviderError("permanent", f"an event cannot be sent: {error}") from error
             done = self._send(data, len(events), wait=wait)
         while self._pongs:
@@ -264,12 +263,10 @@ class Channel:
 
     def _send(self, data: bytes, count: int, *, wait: bool) -> bool:
         """Needs the lock. Whether nothing was kept."""
-        link = self._link
         try:
-            done = link.begin(data)
-            if wait and not done:
-                link.send(b"", self._send_timeout)
-                done = True
+            if wait:
+                self._link.send(data, self._send_timeout)
+            done = wait or self._link.begin(data)
         except LinkError as error:
             self._broke(error)
             raise ConsumerGone("the channel's reader has left or does not read") from None

@@ -152,8 +152,7 @@ class Engine:
             talk = self._talk
         if talk is not None:
             talk.say(text)
-        trigger_id: str = message["id"]
-        return trigger_id
+        return str(message["id"])
 
     # -- calls of ours, from any thread but the engine's ----------------------------------
 

@@ -228,9 +228,8 @@ class Link:
         """
         if self._rest:
             data, self._rest = self._rest + data, b""
-        send = self._send_now
         try:
-            sent = send(data)
+            sent = self._send_now(data)
         except BlockingIOError:
             sent = 0
         except OSError as error:

@@ -117,7 +117,7 @@ class Assembler:
         somebody waits for its frame, which may be the first."""
         self._template: _Template | None = None
         self._direct: tuple[bytes, int, int, bytes, bytes, list[bytes]] | None = None
-        """A plain tuple, which is taken apart in a fifth of the time."""
+        """A plain tuple, which is taken apart in a quarter of the time."""
         self._epoch = -1
         self._unused = 0
         self._wait = self._skip = 0

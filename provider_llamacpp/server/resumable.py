@@ -81,8 +81,6 @@ class ResumableStream:
         self._discards = discards
         self._budget = budget
         self._idle = idle
-        self._before = 0
-        """Body bytes that came over the connections before this one."""
         self._ended = self._closed = False
         self._broke_at = self._tries = 0
         self._since = time.monotonic()
@@ -101,7 +99,7 @@ class ResumableStream:
     @property
     def consumed(self) -> int:
         """Body bytes handed out so far: where a broken stream goes on (``from=``)."""
-        return self._before + self._stream.consumed
+        return self._stream.consumed
 
     def read(self) -> bytes:
         """Wait for the next bytes of the body; all that have arrived. ``b""`` is a clean end.
@@ -182,7 +180,7 @@ class ResumableStream:
                     raise self._verdict(error) from error
                 why = error.message
                 continue
-            stream.last, self._before = self._stream.last, self.consumed
+            stream.last, stream.consumed = self._stream.last, self.consumed
             self._stream = stream
             self.resumed += 1
             self._since = time.monotonic()

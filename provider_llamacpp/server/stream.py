@@ -110,10 +110,8 @@ class UpstreamStream:
         """:raises FramingError: if ``raw`` is none of the body's"""
         if len(raw) == room or room == BLOCK:
             self._room = BLOCK if len(raw) >= SMALL else SMALL
-        feed = self._feed
-        data = feed(raw)
-        framing = self._framing
-        if framing.complete and not framing.until_close:
+        data = self._feed(raw)
+        if self._framing.complete and not self._framing.until_close:
             self.over = True
         if data:
             self.consumed += len(data)
@@ -143,11 +141,11 @@ class UpstreamStream:
     def arrived(self) -> bytes | None:
         """What has arrived of the body, maybe nothing; None if all further is for :meth:`read`: the
         end, a fault, an abort."""
-        call, room, receive = self._call, self._room, self._source.arrived
+        call, room = self._call, self._room
         if self.over or (call is not None and call.reason is not None):
             return None
         try:
-            raw = receive(room)
+            raw = self._source.arrived(room)
             # An end stays one: it is there for the next read.
             return self._unframed(raw, room) if raw else None
         except BlockingIOError:
